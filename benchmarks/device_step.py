@@ -30,8 +30,8 @@ from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
-from vllm_trie.worker.kv.reorder import RowReorder, reorder_rows, rows_of_groups  # noqa: E402
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs  # noqa: E402
+from vllm_trie.worker.kv.reorder import KVReorder, kv_rows_of_groups, reorder_kv_rows  # noqa: E402
+from vllm_trie.worker.rows.catalogs import RowCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.rows.rows import Rows  # noqa: E402
 from vllm_trie.worker.select.by_kernels import by_kernels  # noqa: E402
@@ -168,7 +168,7 @@ class DeviceStep:
 
     def _enter_groups(self, catalog: Catalog, num_prompt: int) -> None:
         width, rules = self.shape.width, self.rules
-        catalogs = DeviceCatalogs(self.device)
+        catalogs = RowCatalogs(self.device)
         catalogs.apply(CatalogChanges(new={catalog.digest: bytes(catalog.data)}))
         runner: Any = self._runner()
         self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
@@ -256,7 +256,7 @@ class DeviceStep:
         """Let rows continue those of their group, by group."""
         slots = np.array([group.slots for group in self.groups.values()])
         chosen = torch.from_numpy(np.array(parents)).long().to(self.device)
-        rows = rows_of_groups([slots], [[len(group.prompt) for group in self.groups.values()]])
+        rows = kv_rows_of_groups([slots], [[len(group.prompt) for group in self.groups.values()]])
         self.rows.reorder(rows, self.num_tokens.repeat(slots.shape[1]), [chosen], self.rules.is_controlled)
 
     def histories(self) -> Iterator[torch.Tensor]:
@@ -294,8 +294,8 @@ class DeviceStep:
             else:
                 step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.launch_select_next))
                 words = packed(step)[0]
-            moved = RowReorder(rows, step.parents.flatten(), host)
-            reorder_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
+            moved = KVReorder(rows, step.parents.flatten(), host)
+            reorder_kv_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
             return words
 
         return run

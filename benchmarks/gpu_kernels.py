@@ -24,7 +24,7 @@ from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import RowReorder, Tables, rows_of_groups
+from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
 from vllm_trie.worker.select.by_kernels import by_kernels
 
 BLOCK_SIZE = 16
@@ -101,11 +101,11 @@ class Inputs:
         self.rows = self._reordered(self.select_by_torch().parents)
         self.moving = self.rows.moving()
 
-    def _reordered(self, parents: torch.Tensor) -> RowReorder:
+    def _reordered(self, parents: torch.Tensor) -> KVReorder:
         shape = self.shape
         slots = np.random.default_rng(0).permutation(shape.num_rows).reshape(shape.num_groups, shape.width)
-        rows = rows_of_groups([slots], [[NUM_PROMPT] * shape.num_groups])
-        return RowReorder.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
+        rows = kv_rows_of_groups([slots], [[NUM_PROMPT] * shape.num_groups])
+        return KVReorder.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
 
     def rank(self) -> Candidates[torch.Tensor]:
         return rank_candidates(log_probabilities(self.logits), self.scores, 2 * self.shape.width)
@@ -117,11 +117,11 @@ class Inputs:
         return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def reorder_by_kernel(self) -> None:
-        copies.reorder_rows(self.rows, self.tokens, self.tables, self.kv_blocks.segments)
+        copies.launch_kv_reorder(self.rows, self.tokens, self.tables, self.kv_blocks.segments)
 
     def reorder_by_torch(self) -> None:
-        reorder.copy_histories(self.moving, self.tokens, self.tables)
-        reorder.copy_tails(self.moving, self.tables, self.kv_blocks)
+        reorder.copy_kv_histories(self.moving, self.tokens, self.tables)
+        reorder.copy_kv_tails(self.moving, self.tables, self.kv_blocks)
 
     def take_by_kernels(self) -> Taken:
         """A step, as the runner takes it."""

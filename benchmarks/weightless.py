@@ -35,7 +35,7 @@ from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.reorder import Tables
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
@@ -248,10 +248,10 @@ class WeightlessStep:
             beams = Beams(nowhere(1, width, dtype=torch.float32))
             self.groups[str(number)] = GroupRows(request, [str(slot) for slot in own], beams, nowhere(width))
 
-        catalogs, num_nodes = DeviceCatalogs(NOWHERE), 40
+        catalogs, num_nodes = RowCatalogs(NOWHERE), 40
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
-        with patch.object(select, "stop_strings_of", lambda _: stop_strings):
+        with patch.object(select, "stop_strings_of_rows", lambda _: stop_strings):
             self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_together(vocab_size))
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}

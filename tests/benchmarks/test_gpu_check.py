@@ -93,7 +93,7 @@ def _other_tokens(*args: Any, take_step: Any = best.take_step_by_kernels) -> Any
     ("module", "name", "wrong", "says"),
     [
         (best, "take_step_by_kernels", _other_tokens, "beams"),
-        (copies, "reorder_rows", lambda *_: None, "reordered"),
+        (copies, "launch_kv_reorder", lambda *_: None, "reordered"),
     ],
 )
 def test_a_step_that_differs_fails_and_the_others_go_on(
@@ -181,7 +181,7 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and it answers no more: there is none
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(copies, "reorder_rows", lose)
+    monkeypatch.setattr(copies, "launch_kv_reorder", lose)
     code, out = checked(capsys, "--only", "steps", "trees")
     assert code == 1
     assert "steps | 0 | 1 | 1" in out

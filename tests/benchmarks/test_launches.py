@@ -125,7 +125,7 @@ def test_bytes_of_kernels_are_those_of_tensors_and_of_the_logits_that_they_read(
     given = {"chosen": chosen, "logits": logits, "keys": nowhere(1, 5 * 64), "tile": 64}
     assert of_kernel("_rank_tokens_kernel", given, (1, 1)) == 5 * 8 + 5 * 64 * 2 + 5 * 64 * 8
     assert of_kernel("_rank_tiles_kernel", {"chosen": chosen, "going": best, "tiles": 64}, (1, 1)) == 5 * 8 + 5 * 64 * 4
-    assert of_kernel("_reorder_rows", {"tokens": logits}, (2, 1)) == 0
+    assert of_kernel("_reorder_kv_kernel", {"tokens": logits}, (2, 1)) == 0
     with pytest.raises(KeyError):
         of_kernel("_unheard_of", {"logits": logits}, (1,))
 

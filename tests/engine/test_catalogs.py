@@ -13,7 +13,7 @@ from vllm_trie.catalog import Catalog, file_format
 from vllm_trie.engine.catalogs import MOST_IDLE, EngineCatalogs
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import RowCatalogs
 
 PARAMS = BeamParams(beam_width=2)
 
@@ -42,7 +42,7 @@ def test_a_set_waits_on_the_host_and_goes_to_workers_once_its_search_runs() -> N
 
 
 def test_neither_the_engine_nor_a_worker_reads_all_of_a_set_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    catalogs, workers, content = EngineCatalogs({}, 10 * SIZE), DeviceCatalogs(torch.device("cpu"), SIZE), set_of(1)
+    catalogs, workers, content = EngineCatalogs({}, 10 * SIZE), RowCatalogs(torch.device("cpu"), SIZE), set_of(1)
     hashed: list[Any] = []
     monkeypatch.setattr(file_format, "_catalog_digest", lambda *parts: hashed.append(parts))
     uses = [catalogs.use(PARAMS, content) for _ in range(2)]
@@ -136,7 +136,7 @@ def test_what_a_name_stands_for_takes_no_room_of_requests(tmp_path: Any) -> None
 def test_workers_hold_what_running_searches_need_and_never_more_than_there_is_room_for(data: st.DataObject) -> None:
     """Whatever comes, is admitted, preempted, given up and ended, in any order."""
     room = data.draw(st.integers(1, 4)) * SIZE
-    catalogs, workers = EngineCatalogs({}, room), DeviceCatalogs(torch.device("cpu"), room)
+    catalogs, workers = EngineCatalogs({}, room), RowCatalogs(torch.device("cpu"), room)
     waiting, running = list[Any](), list[Any]()
     for _ in range(data.draw(st.integers(1, 30))):
         step = data.draw(st.sampled_from(["come", "admit", "preempt", "give up", "end"]))

@@ -9,7 +9,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from vllm_trie.search.constraints.constraint import NOTHING
 from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.worker.rows.row_beams import flush_right
+from vllm_trie.worker.rows.row_beams import row_tokens_flush_right
 
 VOCAB = 4
 
@@ -34,7 +34,7 @@ def test_it_is_what_transformers_bans(size: int, length: int) -> None:
 def test_histories_of_several_lengths_are_looked_through_together(size: int) -> None:
     lengths = np.array([9, 2, 1, 5])
     tokens, logprobs = texts(8, 9).view(4, 2, 9), torch.zeros(4, 2, VOCAB)
-    found = NoRepeats(size).restrict(logprobs, flush_right(tokens, lengths))
+    found = NoRepeats(size).restrict(logprobs, row_tokens_flush_right(tokens, lengths))
     for number, length in enumerate(lengths):
         alone = NoRepeats(size).restrict(logprobs[number], tokens[number, :, :length])
         assert torch.equal(found[number], alone)
@@ -49,4 +49,4 @@ def test_nothing_in_front_of_a_history_repeats_nothing() -> None:
 
 def test_histories_of_equal_length_are_not_copied() -> None:
     tokens = texts(4, 6).view(2, 2, 6)
-    assert flush_right(tokens, np.array([6, 6])) is tokens
+    assert row_tokens_flush_right(tokens, np.array([6, 6])) is tokens

@@ -260,14 +260,14 @@ CASES: list[tuple[Any, ...]] = [
         for num_slots in (4, 64, 512, slots.MOST_SLOTS)
     ),
     (
-        copies._reorder_rows,
+        copies._reorder_kv_kernel,
         {"rows": LONGS, "parents": LONGS, "num_rows": INT, "tokens": "*i32", "tokens_stride": INT} | TABLES | SEGMENTS,
         {"word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
         1,
     ),
     (
-        copies._copy_blocks,
+        copies._copy_kv_blocks_kernel,
         {"chains": LONGS, "num_chains": INT} | SEGMENTS,
         {"held": copies.HELD, "word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
@@ -275,7 +275,7 @@ CASES: list[tuple[Any, ...]] = [
     ),
     *(
         (
-            copies._hold_tokens,
+            copies._hold_kv_tokens_kernel,
             {"moves": LONGS, "held": LONGS, "pointers": "*u64", "token_words": INT, "num_workers": INT}
             | dict.fromkeys(["of_block", "of_place", "words", "offsets"], LONGS),
             {"word": tl.int64, "is_read": is_read, "tile_size": copies.TOKEN_TILE},

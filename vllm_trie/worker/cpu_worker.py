@@ -12,7 +12,7 @@ from vllm_trie.compat.cpu import accept_vllm_v2_runner, vllm_needs_cpu_kernels
 from vllm_trie.compat.patch import VLLMPatch
 from vllm_trie.speculative_config import has_states_by_config
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
-from vllm_trie.worker.rows.catalogs import TakesCatalogs
+from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
 
@@ -24,7 +24,7 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
 
 
-class BeamCPUWorker(TakesCatalogs, LeavesRoom, CPUWorker):
+class BeamCPUWorker(TakesRowCatalogs, LeavesRoom, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

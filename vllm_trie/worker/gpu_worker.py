@@ -5,13 +5,13 @@ from __future__ import annotations
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.selection import plugin_config_of
-from vllm_trie.worker.rows.catalogs import TakesCatalogs
+from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
 from vllm_trie.worker.startup.warm_up import WarmsUp
 
 
-class BeamGPUWorker(TakesCatalogs, LeavesRoom, WarmsUp, Worker):
+class BeamGPUWorker(TakesRowCatalogs, LeavesRoom, WarmsUp, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from vllm_trie.worker.kv.reorder import rows_of_groups
+from vllm_trie.worker.kv.reorder import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, NextBeams
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.step_context import StepContext
@@ -75,7 +75,7 @@ class Stages:
             group.tokens = beams.tokens.long()
             if beams.have_rows and len(group.slots) > 1:
                 moved.append((group, beams))
-        rows = rows_of_groups([group.slots[None] for group, _ in moved], [[len(group.prompt)] for group, _ in moved])
+        rows = kv_rows_of_groups([group.slots[None] for group, _ in moved], [[len(group.prompt)] for group, _ in moved])
         num_tokens = np.repeat([beams.num_tokens for _, beams in moved], [len(group.slots) for group, _ in moved])
         # As on the last stage, or the kernel would be compiled anew.
         self._rows.reorder(rows, num_tokens, [beams.parents.long() for _, beams in moved])

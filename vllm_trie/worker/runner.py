@@ -37,11 +37,11 @@ from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.expand import expand
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_state
+from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_row_state
 from vllm_trie.worker.rows.rows import Rows
-from vllm_trie.worker.rows.sub_batch import put_sampled, scatter_logprobs, sub_batch
+from vllm_trie.worker.rows.sub_batch import put_sampled_rows, scatter_row_logprobs, sub_batch_of_rows
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.step_context import StepContext
@@ -73,7 +73,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.stages: Stages | None = None
         # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once.
         self._sharing: tuple[dict[str, tuple[int, list[int]]], bool] = {}, False
-        self.catalogs: DeviceCatalogs
+        self.catalogs: RowCatalogs
         self.rows: Rows
         self.selector: Selector
         self.speculation = Speculation()
@@ -92,11 +92,11 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.speculator is not None:
             self.speculation = load_speculation_class(SPECULATION)(self)
         super().load_model(*args, **kwargs)
-        refuse_own_state(self.model_state)
+        refuse_own_row_state(self.model_state)
         self.rows = Rows(self)
         self._make_what_few_need()
         config, device = plugin_config_of(self.vllm_config), None if self.sampler is None else self.device
-        self.catalogs = DeviceCatalogs(device, config.request_tables_bytes, config.catalogs.values())
+        self.catalogs = RowCatalogs(device, config.request_tables_bytes, config.catalogs.values())
         if self.sampler is None:
             return
         together = self.max_num_reqs
@@ -255,14 +255,14 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if not is_planned:  # what is counted of others is written beside
             num_sampled = num_sampled.copy()
         if len(ordinary):
-            smaller = sub_batch(batch, ordinary)
+            smaller = sub_batch_of_rows(batch, ordinary)
             if smaller.batch.num_draft_tokens:
                 invalid = None if invalid_drafts is None else invalid_drafts[smaller.logits]
                 of_ordinary = rejection_sampler(logits[smaller.logits], smaller.batch, draft_logits, invalid)
             else:
                 of_ordinary = sampler(smaller.of(logits), smaller.batch)
             if of_ordinary.logprobs_tensors is not None:
-                of_ordinary.logprobs_tensors = scatter_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
+                of_ordinary.logprobs_tensors = scatter_row_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
@@ -283,7 +283,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
         put = (
-            launches.for_gpus("kernels.rows_beside").launch_put_sampled if launches.run_on(self.device) else put_sampled
+            launches.for_gpus("kernels.rows_beside").launch_put_sampled
+            if launches.run_on(self.device)
+            else put_sampled_rows
         )
         put(smaller.rows, own, sampled, counts, rejected)
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)

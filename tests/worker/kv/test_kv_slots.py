@@ -12,7 +12,7 @@ from vllm import _custom_ops as ops
 
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 from vllm_trie.worker.kv import copies
-from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, in_words
+from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, kv_in_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 32, 64
@@ -86,7 +86,7 @@ def test_of_each_block_the_part_that_it_needs_is_copied() -> None:
 @pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
 def test_entries_are_seen_as_words(order: tuple[int, ...], part: slice) -> None:
     held = np.arange(5 * 4 * 6 * 8, dtype=np.int16).reshape(5, 4, 6, 8).transpose(order)[:, part]
-    words = in_words(held)
+    words = kv_in_words(held)
     assert words.itemsize * words[0].size == held[0].nbytes
     copied = held.copy()
     copied[[0, 3]] = held[[4, 2]]
@@ -111,7 +111,7 @@ def test_tokens_of_all_groups_are_moved_by_kernels_as_in_torch() -> None:
     ]
     segments, slots = some_slots(by_kernel, sizes).segments, some_slots(by_torch, sizes)
     assert segments is not None
-    held = copies.HeldTokens(moves, segments)
+    held = copies.HeldKVTokens(moves, segments)
     assert all(map(torch.equal, by_kernel, by_torch)), "they are read before any is written"
     held.write()
     for number, (from_, to) in moves:

@@ -12,7 +12,7 @@ from vllm_trie.search.rank import rank_candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.worker.kv import copies, moves, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import RowReorder, Tables, rows_of_groups
+from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,7 +28,7 @@ NUM_BLOCKS = 600
 CONTENTS = KVBlocks([torch.zeros(NUM_BLOCKS, 8, device=DEVICE)], NUM_BLOCKS)  # where they are not looked at
 
 
-def some_reorder(num_tokens: Sequence[int], seed: int) -> RowReorder:
+def some_reorder(num_tokens: Sequence[int], seed: int) -> KVReorder:
     """Three groups of one class and two of another, their rows anywhere, as after a step of the search."""
     slots = torch.randperm(NUM_SLOTS, generator=seeded(seed)).numpy()
     start, of_classes, chosen, repeated = 0, list[np.ndarray](), list[torch.Tensor](), list[np.ndarray]()
@@ -41,8 +41,8 @@ def some_reorder(num_tokens: Sequence[int], seed: int) -> RowReorder:
         chosen.append(parents.to(DEVICE))
         repeated.append(np.repeat(lengths, width))
     num_common = [[length // 2 for length in lengths] for lengths in (num_tokens[:3], num_tokens[3:])]
-    rows = rows_of_groups(of_classes, num_common)
-    return RowReorder.of(rows, np.concatenate(repeated), chosen, torch.device(DEVICE))
+    rows = kv_rows_of_groups(of_classes, num_common)
+    return KVReorder.of(rows, np.concatenate(repeated), chosen, torch.device(DEVICE))
 
 
 def some_tables() -> Tables:
@@ -65,8 +65,8 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
         slots, _, num_common, lengths = rows.rows[..., None]
         tokens[slots[:, 0]] += (torch.arange(LENGTH, device=DEVICE) >= num_common) * slots.int()
         by_kernel, by_torch = (tokens.clone(), some_tables()), (tokens.clone(), some_tables())
-        copies.reorder_rows(rows, *by_kernel, CONTENTS.segments)
-        reorder.copy_histories(rows.moving(), *by_torch)
+        copies.launch_kv_reorder(rows, *by_kernel, CONTENTS.segments)
+        reorder.copy_kv_histories(rows.moving(), *by_torch)
         is_history = torch.arange(LENGTH, device=DEVICE) < lengths
         found, expected = (own[slots[:, 0]].where(is_history, 0) for own, _ in (by_kernel, by_torch))
         assert not torch.equal(found, tokens[slots[:, 0]].where(is_history, 0))
@@ -77,12 +77,12 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
 def test_rows_take_over_long_histories_as_in_torch() -> None:
     length = 2 * copies.COPY_TILE + 9
     fields = ([1, 0, 2], [0, 0, 0], [3, 3, 3], [length] * 3)
-    rows = RowReorder(torch.tensor(fields, device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE), np.full(3, length))
+    rows = KVReorder(torch.tensor(fields, device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE), np.full(3, length))
     tokens = torch.randint(0, 99, (3, length + 5), generator=seeded(9), dtype=torch.int32).to(DEVICE)
     expected = tokens.clone()
     expected[0, 3:length] = expected[1, 3:length]
     table = torch.randint(0, 99, (3, length), generator=seeded(10), dtype=torch.int32).to(DEVICE)
-    copies.reorder_rows(rows, tokens, Tables([table], [1]), CONTENTS.segments)
+    copies.launch_kv_reorder(rows, tokens, Tables([table], [1]), CONTENTS.segments)
     assert torch.equal(tokens, expected)
     assert torch.equal(table[0], table[1])
 
@@ -125,19 +125,19 @@ def test_contents_of_blocks_are_copied_as_in_torch(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(copies, "MOST_PROGRAMS", (4096, 1, 4096)[seed])
         rows, before = some_reorder(num_tokens, seed), filled(kind)
         by_kernel, by_torch = filled(kind), filled(kind)
-        copies.reorder_rows(rows, tokens, some_tables(), KVBlocks(by_kernel, NUM_BLOCKS).segments)
-        reorder.copy_tails(rows.moving(), some_tables(), KVBlocks(by_torch, NUM_BLOCKS))
+        copies.launch_kv_reorder(rows, tokens, some_tables(), KVBlocks(by_kernel, NUM_BLOCKS).segments)
+        reorder.copy_kv_tails(rows.moving(), some_tables(), KVBlocks(by_torch, NUM_BLOCKS))
         assert all(map(torch.equal, by_kernel, by_torch))
         assert all(map(torch.equal, by_kernel, before)) == (num_tokens is ON_BLOCK_BOUNDARIES)
     random = np.random.default_rng(1)
     destinations = random.permutation(NUM_BLOCKS)[:60]
     pairs = np.stack([random.permutation(np.concatenate([destinations[:40], np.arange(20)])), destinations], axis=1)
-    chains = moves.chains_of(pairs)
+    chains = moves.kv_copy_chains_of(pairs)
     assert sum(moves.HELD in copy for chain in chains for copy in chain) > 0, "no circle"
     assert len(chains) > 1
     blocks = KVBlocks(by_kernel, NUM_BLOCKS)
     assert blocks.are_apart
-    copies.copy_blocks(chains, blocks.segments)
+    copies.launch_kv_block_copies(chains, blocks.segments)
     KVBlocks(by_torch, NUM_BLOCKS).copy(*pairs.T)
     assert all(map(torch.equal, by_kernel, by_torch))
 

@@ -11,12 +11,12 @@ import torch
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import CatalogArrays
 from vllm_trie.catalog.file_format import CatalogHeader, pack_catalog
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import RowCatalogs
 
 
 def test_a_worker_looks_at_the_files_of_its_start_itself(tmp_path: Path) -> None:
     """They may have been replaced since the front end looked."""
-    workers, path = DeviceCatalogs(torch.device("cpu")), tmp_path / "items.catalog"
+    workers, path = RowCatalogs(torch.device("cpu")), tmp_path / "items.catalog"
     good = Catalog.from_sequences([[5, 6], [5, 7]])
     good.save(path)
     with pytest.raises(ValueError, match="token 7 is in it, and the model has 7 tokens"):

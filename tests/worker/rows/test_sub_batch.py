@@ -28,7 +28,7 @@ def test_rows_are_taken_as_in_torch(share: int) -> None:
     fields = [numbers(random, n, 2 if t is torch.bool else 99, t) for n, t in zip(lengths, TYPES, strict=True)]
     before = [field.clone() for field in fields]
     by_kernel, by_torch = (
-        take(rows, logits, moved, tokens, fields) for take in (rows_beside.launch_take_rows, sub_batch.take_rows)
+        take(rows, logits, moved, tokens, fields) for take in (rows_beside.launch_take_rows, sub_batch.take_batch_rows)
     )
     assert all(map(torch.equal, by_kernel, by_torch))
     assert all(map(torch.equal, fields, before))
@@ -41,7 +41,7 @@ def test_what_was_sampled_is_put_back_as_in_torch(width: int) -> None:
     rows = torch.from_numpy(random.permutation(NUM_ROWS)[:290]).to(DEVICE)
     own = [numbers(random, 290 * width, 99, torch.int64).view(290, width)]
     own += [numbers(random, 290, 9, torch.int32) for _ in range(2)]
-    for put in (rows_beside.launch_put_sampled, sub_batch.put_sampled):
+    for put in (rows_beside.launch_put_sampled, sub_batch.put_sampled_rows):
         counts, rejected = torch.full((2, NUM_ROWS), -1, dtype=torch.int32, device=DEVICE)
         sampled = torch.full((NUM_ROWS, 4), -1, device=DEVICE)
         put(rows, own, sampled, counts, rejected)

@@ -40,7 +40,7 @@ from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
 from vllm_trie.speculation.worker.draft_memory import take_widest_move
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
 from vllm_trie.worker.select.step_graphs import StepGraphs
@@ -278,7 +278,7 @@ class ProfiledRunner(BeamModelRunner):
     def __init__(self, device: torch.device = NOWHERE, speculation: Any = NO_DRAFTS, graphs: Any = None) -> None:
         self.device, self.speculation, self.sampler = device, speculation, SimpleNamespace()
         self.selector: Any = SimpleNamespace(graphs=graphs)
-        self.catalogs = DeviceCatalogs(device, room=1000)
+        self.catalogs = RowCatalogs(device, room=1000)
         self.speculator = None
         self.model = SimpleNamespace(compute_logits=lambda states: states)
         self.model_config = SimpleNamespace(max_logprobs=7, get_vocab_size=lambda: 8)

@@ -24,7 +24,7 @@ from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.speculation.worker.grown_forests import children_of
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.rows.group_rows import beams_of
+from vllm_trie.worker.rows.group_rows import beams_of_rows
 from vllm_trie.worker.select.by_kernels import by_kernels
 
 
@@ -76,7 +76,7 @@ class Walk:
     def __iter__(self) -> Iterator[Taken]:
         """Take the steps, one after the other."""
         groups = [of_group.forest_step.group for of_group in self.nodes]
-        beams, width = beams_of(groups), len(groups[0].row_ids)
+        beams, width = beams_of_rows(groups), len(groups[0].row_ids)
         nodes = numbers(width, self.device).expand(len(groups), width)
         num_layers = max(of_group.forest_step.num_layers for of_group in self.nodes)
         all_rules = self.nodes[0].rules[: 1 + num_layers]

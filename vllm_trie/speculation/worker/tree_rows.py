@@ -17,7 +17,7 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.grown_forests import GrownForests, grown_together
 from vllm_trie.speculation.worker.hidden_states import HiddenStates
 from vllm_trie.speculation.worker.table_entries import TableEntries, side_by_side
-from vllm_trie.worker.kv.moves import move
+from vllm_trie.worker.kv.moves import move_kv
 from vllm_trie.worker.rows.rows import Rows
 
 
@@ -58,7 +58,7 @@ class TreeRows:
         """
         moves = [np.hstack(of_groups) for of_groups in zip(*(path.moves for path in paths), strict=True)]
         copies, kv = np.concatenate([path.copies for path in paths]), self._rows
-        move(kv.kv_blocks, kv.kv_slots, copies, [*enumerate(moves)])
+        move_kv(kv.kv_blocks, kv.kv_slots, copies, [*enumerate(moves)])
         slots, sources = (np.concatenate(of_groups) for of_groups in zip(*(path[:2] for path in paths), strict=True))
         entries = [entry for path in paths for entry in path.entries]
         rows = [slots, sources, places, side_by_side([path.tokens for path in paths])]

@@ -34,9 +34,9 @@ from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.rows.rows import rope_state
-from vllm_trie.worker.rows.sub_batch import sub_batch
-from vllm_trie.worker.rows.sub_forward import sub_forward
+from vllm_trie.worker.rows.rows import row_rope_state
+from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
+from vllm_trie.worker.rows.sub_forward import sub_forward_of_rows
 from vllm_trie.worker.select.amateur import contrasting
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.step_context import StepContext
@@ -83,7 +83,7 @@ class TreeSpeculation(Speculation):
         kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafts)
         self.drafter = kind(runner, runner.selector, self.rows, runner.rank_check)
         runner.speculator.propose = partial(self._propose_for_others, runner.speculator.propose)
-        if (rope := rope_state(runner)) is not None:
+        if (rope := row_rope_state(runner)) is not None:
             rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
 
     def take_memory(self) -> None:
@@ -109,7 +109,7 @@ class TreeSpeculation(Speculation):
         forest_growth.warm_up_growth_kernels(serving)
         forest_layout.warm_up_layout_kernel(serving)
         if (segments := self._runner.rows.kv_slots.segments) is not None:
-            copies.warm_up_moves(segments)
+            copies.warm_up_kv_moves(segments)
 
     def warm_up_stock(self) -> None:
         """See `Speculation`."""
@@ -179,9 +179,9 @@ class TreeSpeculation(Speculation):
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
         proposed = runner.req_states.draft_tokens.new_zeros(input_batch.num_reqs, runner.num_speculative_steps)
         if rows:
-            smaller, at, tokens, *_ = sub_batch(input_batch, np.array(rows))
+            smaller, at, tokens, *_ = sub_batch_of_rows(input_batch, np.array(rows))
             if isinstance(runner.speculator, EagleSpeculator):
-                of_forward = [*sub_forward(runner, smaller, tokens, *of_forward[2:])]
+                of_forward = [*sub_forward_of_rows(runner, smaller, tokens, *of_forward[2:])]
                 kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
             else:
                 runner.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them

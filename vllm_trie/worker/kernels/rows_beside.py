@@ -23,7 +23,7 @@ TYPES = *(torch.int64, torch.int32) * 3, torch.int64, torch.bool  # of these
 def launch_take_rows(
     rows: torch.Tensor, logits: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, fields: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What `sub_batch.take_rows` does."""
+    """What `sub_batch.take_batch_rows` does."""
     counts = len(rows), len(logits), len(tokens)
     own = [field.new_empty(count) for field, count in zip(fields, np.repeat(counts, NUM_FIELDS).tolist(), strict=True)]
     words = [field.view(torch.int8) if field.dtype is torch.bool else field for field in (*fields, *own)]
@@ -34,7 +34,7 @@ def launch_take_rows(
 def launch_put_sampled(
     rows: torch.Tensor, own: Sequence[torch.Tensor], sampled: torch.Tensor, counts: torch.Tensor, rejected: torch.Tensor
 ) -> None:
-    """What `sub_batch.put_sampled` does."""
+    """What `sub_batch.put_sampled_rows` does."""
     num_rows, width = own[0].shape
     num_programs = cdiv(num_rows * width, TILE)
     strides = own[0].stride(0), sampled.stride(0)

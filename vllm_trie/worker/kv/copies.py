@@ -18,7 +18,7 @@ from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.kv_slots import TokenSegments
 from vllm_trie.worker.kv.moves import HELD
-from vllm_trie.worker.kv.reorder import RowReorder, Tables
+from vllm_trie.worker.kv.reorder import KVReorder, Tables
 from vllm_trie.worker.launches import cdiv
 
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
@@ -28,7 +28,7 @@ MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
+def launch_kv_reorder(rows: KVReorder, tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
     """Let rows continue the histories of others: tokens, full blocks of all tables, and contents of tail blocks.
 
     Args:
@@ -39,30 +39,40 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, segment
     """
     num_rows, num_tables = len(rows.num_tokens_on_host), len(tables.tables)
     has_tails = any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes)
-    num_workers = _workers(num_rows * num_tables, segments) if has_tails else 0
+    num_workers = _kv_copy_workers(num_rows * num_tables, segments) if has_tails else 0
     of_rows = rows.rows, rows.parents, num_rows, tokens, tokens.stride(0)
-    _reorder_rows[num_rows, 1 + num_tables * (1 + num_workers)](
-        *of_rows, *tables.on_device, num_tables, num_workers, *_of(segments), **_constants(segments)
+    _reorder_kv_kernel[num_rows, 1 + num_tables * (1 + num_workers)](
+        *of_rows,
+        *tables.on_device,
+        num_tables,
+        num_workers,
+        *_kv_segment_arguments(segments),
+        **_kv_segment_constants(segments),
     )
 
 
-def copy_blocks(chains: list[list[tuple[int, int]]], segments: Segments) -> None:
+def launch_kv_block_copies(chains: list[list[tuple[int, int]]], segments: Segments) -> None:
     """Copy whole blocks, in all layers.
 
     Args:
-        chains: Of each the copies (see `moves.chains_of`), one after the other; chains do not depend on each other.
+        chains: Of each the copies (see `moves.kv_copy_chains_of`), one after the other; chains depend on no other.
         segments: Where blocks lie, layer by layer.
     """
     starts = np.cumsum([0, *map(len, chains)])
     order = np.array([copy for chain in chains for copy in chain], dtype=np.int64)
     on_device = uploaded(np.concatenate([starts, order.ravel()]), segments.pointers.device)
-    num_workers = _workers(len(chains), segments)
-    _copy_blocks[len(chains), num_workers](
-        on_device, len(chains), num_workers, *_of(segments), held=HELD, **_constants(segments)
+    num_workers = _kv_copy_workers(len(chains), segments)
+    _copy_kv_blocks_kernel[len(chains), num_workers](
+        on_device,
+        len(chains),
+        num_workers,
+        *_kv_segment_arguments(segments),
+        held=HELD,
+        **_kv_segment_constants(segments),
     )
 
 
-class HeldTokens:
+class HeldKVTokens:
     """What KV slots hold, read by one launch, to be written into others by another one.
 
     Args:
@@ -90,7 +100,7 @@ class HeldTokens:
 
     def _launch(self, is_read: bool) -> None:
         segments, num_workers = self._segments, min(len(self._segments.pointers), WORKERS_OF_TOKEN)
-        _hold_tokens[len(self._moves), num_workers](
+        _hold_kv_tokens_kernel[len(self._moves), num_workers](
             *(self._moves, self._held, segments.pointers, *segments.sizes, segments.token_words, num_workers),
             word=WORDS[segments.word_bytes],
             is_read=is_read,
@@ -98,34 +108,34 @@ class HeldTokens:
         )
 
 
-def _num_tiles(segments: Segments) -> int:
+def _num_kv_tiles(segments: Segments) -> int:
     return cdiv(segments.most_words, COPY_TILE)
 
 
-def _workers(num_copies: int, segments: Segments) -> int:
+def _kv_copy_workers(num_copies: int, segments: Segments) -> int:
     """Programs for each block that is copied: few for each where many are."""
-    return min(max(MOST_PROGRAMS // num_copies, 1), len(segments.pointers) * _num_tiles(segments))
+    return min(max(MOST_PROGRAMS // num_copies, 1), len(segments.pointers) * _num_kv_tiles(segments))
 
 
-def _of(segments: Segments) -> tuple[Any, ...]:
-    num_tiles = _num_tiles(segments)
+def _kv_segment_arguments(segments: Segments) -> tuple[Any, ...]:
+    num_tiles = _num_kv_tiles(segments)
     return segments.pointers, segments.strides, segments.words, len(segments.pointers) * num_tiles, num_tiles
 
 
-def _constants(segments: Segments) -> dict[str, Any]:
+def _kv_segment_constants(segments: Segments) -> dict[str, Any]:
     # One stage: nothing is read ahead, as what is read may have been written just before.
     return {"word": WORDS[segments.word_bytes], "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
-def _copy(source, destination, start, end, tile_size: tl.constexpr):
+def _copy_kv_in_kernel(source, destination, start, end, tile_size: tl.constexpr):
     for at in range(start, end, tile_size):
         index = at + tl.arange(0, tile_size)
         tl.store(destination + index, tl.load(source + index, mask=index < end), mask=index < end)
 
 
 @triton.jit
-def _piece(piece, pointers, strides, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
+def _kv_piece_in_kernel(piece, pointers, strides, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
     """Of a piece of a block, a tile of a segment: block 0, words from block to block, and [tile] which words it is."""
     segment = piece // num_tiles
     index = (piece % num_tiles) * tile_size + tl.arange(0, tile_size)
@@ -134,11 +144,11 @@ def _piece(piece, pointers, strides, words, num_tiles, word: tl.constexpr, tile_
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_workers"], do_not_specialize_on_alignment=["rows", "parents"])
-def _reorder_rows(
+def _reorder_kv_kernel(
     rows, parents, num_rows, tokens, tokens_stride, table_pointers, table_strides, block_sizes, num_tables, num_workers,
     pointers, strides, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `reorder_rows`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
+    """See `launch_kv_reorder`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
 
     Args:
         rows: [4, R].
@@ -156,7 +166,7 @@ def _reorder_rows(
     length = tl.load(rows + 3 * num_rows + row)
     if part == 0:
         source_row, own_row = tokens + source * tokens_stride, tokens + slot * tokens_stride
-        _copy(source_row, own_row, tl.load(rows + 2 * num_rows + row), length, tile_size)
+        _copy_kv_in_kernel(source_row, own_row, tl.load(rows + 2 * num_rows + row), length, tile_size)
         return
     of_table = part - 1
     if part > num_tables:
@@ -166,21 +176,23 @@ def _reorder_rows(
     own_table = table + slot * tl.load(table_strides + of_table)
     block_size = tl.load(block_sizes + of_table)
     if part <= num_tables:
-        _copy(source_table, own_table, 0, length // block_size, tile_size)
+        _copy_kv_in_kernel(source_table, own_table, 0, length // block_size, tile_size)
     elif length % block_size > 0:
         from_block, to_block = tl.load(source_table + length // block_size), tl.load(own_table + length // block_size)
         for piece in range((part - 1 - num_tables) % num_workers, num_pieces, num_workers):
-            blocks, stride, index, mask = _piece(piece, pointers, strides, words, num_tiles, word, tile_size)
+            blocks, stride, index, mask = _kv_piece_in_kernel(
+                piece, pointers, strides, words, num_tiles, word, tile_size
+            )
             values = tl.load(blocks + from_block * stride + index, mask=mask)
             tl.store(blocks + to_block * stride + index, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_chains", "num_workers"], do_not_specialize_on_alignment=["chains"])
-def _copy_blocks(
+def _copy_kv_blocks_kernel(
     chains, num_chains, num_workers, pointers, strides, words, num_pieces, num_tiles, held: tl.constexpr, word:
     tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `copy_blocks`: `num_workers` programs per chain, each with some pieces of all its blocks.
+    """See `launch_kv_block_copies`: `num_workers` programs per chain, each with some pieces of all its blocks.
 
     Args:
         chains: [C + 1] where each begins and ends, then [copies, 2].
@@ -191,7 +203,7 @@ def _copy_blocks(
     first, end = tl.load(chains + tl.program_id(0)), tl.load(chains + tl.program_id(0) + 1)
     copies = chains + num_chains + 1
     for piece in range(tl.program_id(1), num_pieces, num_workers):
-        blocks, stride, index, mask = _piece(piece, pointers, strides, words, num_tiles, word, tile_size)
+        blocks, stride, index, mask = _kv_piece_in_kernel(piece, pointers, strides, words, num_tiles, word, tile_size)
         saved = tl.zeros([tile_size], word)
         for copy in range(first, end):
             source, destination = tl.load(copies + 2 * copy), tl.load(copies + 2 * copy + 1)
@@ -207,11 +219,11 @@ def _copy_blocks(
 @triton.jit(
     do_not_specialize=["num_workers"], do_not_specialize_on_alignment=["of_block", "of_place", "words", "offsets"]
 )
-def _hold_tokens(
+def _hold_kv_tokens_kernel(
     moves, held, pointers, of_block, of_place, words, offsets, token_words, num_workers, word: tl.constexpr, is_read:
     tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `HeldTokens`: `num_workers` programs per token, each with some segments.
+    """See `HeldKVTokens`: `num_workers` programs per token, each with some segments.
 
     Args:
         moves: [tokens, 6].
@@ -231,12 +243,12 @@ def _hold_tokens(
         own += block * tl.load(of_block + segment) + place * tl.load(of_place + segment)
         beside = held + token * token_words + tl.load(offsets + segment)
         if is_read:
-            _copy(own, beside, 0, tl.load(words + segment), tile_size)
+            _copy_kv_in_kernel(own, beside, 0, tl.load(words + segment), tile_size)
         else:
-            _copy(beside, own, 0, tl.load(words + segment), tile_size)
+            _copy_kv_in_kernel(beside, own, 0, tl.load(words + segment), tile_size)
 
 
-def warm_up(tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
+def warm_up_kv_copies(tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
     """Let a row continue itself, and copy the null block onto itself.
 
     Args:
@@ -244,11 +256,11 @@ def warm_up(tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
         tables, segments: Of the KV cache.
     """
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=tokens.device)
-    row = RowReorder(nothing, nothing[0], np.zeros(1, np.int64))
-    reorder_rows(row, tokens, tables, segments)
-    copy_blocks([[(0, 0)]], segments)
+    row = KVReorder(nothing, nothing[0], np.zeros(1, np.int64))
+    launch_kv_reorder(row, tokens, tables, segments)
+    launch_kv_block_copies([[(0, 0)]], segments)
 
 
-def warm_up_moves(segments: TokenSegments) -> None:
+def warm_up_kv_moves(segments: TokenSegments) -> None:
     """Move the first token of the null block onto itself."""
-    HeldTokens([(0, np.zeros((2, 1), np.int64))], segments).write()
+    HeldKVTokens([(0, np.zeros((2, 1), np.int64))], segments).write()

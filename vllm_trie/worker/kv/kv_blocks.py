@@ -37,7 +37,7 @@ class KVBlocks:
     """
 
     def __init__(self, kv_caches: Iterable[torch.Tensor], num_blocks: int) -> None:
-        self._layers = _distinct(_blocks(cache, num_blocks) for cache in kv_caches)
+        self._layers = _distinct_kv_layers(_kv_block_view(cache, num_blocks) for cache in kv_caches)
         self.device = self._layers[0].device
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
@@ -60,12 +60,12 @@ class KVBlocks:
             if not sees(layer.device):
                 layer.index_copy_(0, destinations, layer.index_select(0, sources))
                 continue
-            copy_entries(layer.numpy(), sources.numpy(), destinations.numpy())
+            copy_kv_entries(layer.numpy(), sources.numpy(), destinations.numpy())
 
     @cached_property
     def segments(self) -> Segments:
         """What a kernel must know to copy blocks."""
-        pointers, strides, lengths = zip(*itertools.chain(*map(segments_of, self._layers)), strict=True)
+        pointers, strides, lengths = zip(*itertools.chain(*map(kv_segments_of, self._layers)), strict=True)
         word_bytes = math.gcd(8, *pointers, *strides, *lengths)
         device = self.device
 
@@ -78,7 +78,7 @@ class KVBlocks:
     @cached_property
     def are_apart(self) -> bool:
         """Whether no byte of a block belongs to two layers, so that each layer may be copied when it likes."""
-        num_blocks, segments = len(self._layers[0]), sorted(itertools.chain(*map(segments_of, self._layers)))
+        num_blocks, segments = len(self._layers[0]), sorted(itertools.chain(*map(kv_segments_of, self._layers)))
         for at, (pointer, stride, length) in enumerate(segments, start=1):
             for other, other_stride, other_length in segments[at:]:
                 if other >= pointer + (num_blocks - 1) * stride + length:
@@ -89,7 +89,7 @@ class KVBlocks:
         return True
 
 
-def copy_entries(held: np.ndarray, sources: np.ndarray, destinations: np.ndarray) -> None:
+def copy_kv_entries(held: np.ndarray, sources: np.ndarray, destinations: np.ndarray) -> None:
     """Copy entries of `held` [n, ...] to others, on a host; none is both source and destination."""
     if (entry_bytes := held[0].nbytes) > SMALL_BYTES:
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
@@ -101,21 +101,21 @@ def copy_entries(held: np.ndarray, sources: np.ndarray, destinations: np.ndarray
         held[destinations[piece]] = held[sources[piece]]
 
 
-def _distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _distinct_kv_layers(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Layers that share a cache see the same blocks. Where KV cache groups lie over each other, one view will do.
 
     A block belongs to one group. If it is a single run of bytes, the longest run copies what any of the groups wrote.
     """
     distinct: dict[object, torch.Tensor] = {}
     for blocks in layers:
-        (pointer, stride, _), *others = segments_of(blocks)
+        (pointer, stride, _), *others = kv_segments_of(blocks)
         place = (pointer, blocks.dtype, blocks.shape, blocks.stride()) if others else (pointer, stride)
         if place not in distinct or blocks.nbytes > distinct[place].nbytes:
             distinct[place] = blocks
     return list(distinct.values())
 
 
-def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _kv_block_view(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """[num_blocks, ...] view of a cache; of machine words if its blocks lie one after the other, else of integers."""
     if cache.shape[0] % num_blocks:
         raise ValueError(f"a KV cache of shape {tuple(cache.shape)} does not consist of {num_blocks} blocks")
@@ -127,7 +127,7 @@ def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.unflatten(words, 0, (num_blocks, cache.shape[0] // num_blocks))
 
 
-def segments_of(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def kv_segments_of(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Pointer to block 0, bytes from block to block, and bytes of a block, of each dense part of blocks [blocks, ...].
 
     Heads may lie apart, and a block of one layer between blocks of others.

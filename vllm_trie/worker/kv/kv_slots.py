@@ -13,7 +13,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from vllm_trie.search.devices import sees, uploaded
-from vllm_trie.worker.kv.kv_blocks import WORDS, copy_entries, segments_of
+from vllm_trie.worker.kv.kv_blocks import WORDS, copy_kv_entries, kv_segments_of
 
 
 class ByToken(NamedTuple):
@@ -54,7 +54,10 @@ class KVSlots:
 
     def __init__(self, layers: Sequence[Sequence[ByToken]]) -> None:
         self._given = layers
-        self._layers = [[*{_where(layer): _indexable(layer) for layer in of_group}.values()] for of_group in layers]
+        self._layers = [
+            [*{_kv_layer_place(layer): _indexable_kv_layer(layer) for layer in of_group}.values()]
+            for of_group in layers
+        ]
 
     def read(self, number: int, slots: np.ndarray) -> list[Any]:
         """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""
@@ -82,9 +85,9 @@ class KVSlots:
         read, written, split = sources.numpy(), destinations.numpy(), dict[tuple[int, ...], list[_Part]]()
         for layer in self._layers[number]:
             if layer.places not in split:  # which many layers have in common
-                split[layer.places] = [*_parts(layer.places, *parts.numpy())]
+                split[layer.places] = [*_kv_slot_parts(layer.places, *parts.numpy())]
             for places, which in split[layer.places]:
-                copy_entries(in_words(layer.contents[:, places]), read[which], written[which])
+                copy_kv_entries(kv_in_words(layer.contents[:, places]), read[which], written[which])
 
     @cached_property
     def segments(self) -> TokenSegments | None:
@@ -94,9 +97,9 @@ class KVSlots:
         found, groups = list[tuple[int, int, int, int]](), list[tuple[int, int, int]]()
         for of_group in self._given:
             first = len(found)
-            for contents, _ in {_where(layer): layer for layer in of_group}.values():
+            for contents, _ in {_kv_layer_place(layer): layer for layer in of_group}.values():
                 of_place = contents.stride(1) * contents.element_size()
-                found += [(start, stride, of_place, n) for start, stride, n in segments_of(contents.select(1, 0))]
+                found += [(start, stride, of_place, n) for start, stride, n in kv_segments_of(contents.select(1, 0))]
             groups.append((first, len(found), of_group[0].places[0] if of_group else 1))
         pointers, *sizes = np.array(found, dtype=np.uint64).T
         device, word_bytes = self._given[0][0].contents.device, math.gcd(8, *chain(*found))
@@ -112,7 +115,9 @@ class KVSlots:
             if layer.places not in split:
                 blocks, of_block = divmod(slots, math.prod(layer.places))
                 at = blocks, *np.unravel_index(of_block, layer.places)
-                split[layer.places] = at if isinstance(layer.contents, np.ndarray) else _uploaded(at, layer.contents)
+                split[layer.places] = (
+                    at if isinstance(layer.contents, np.ndarray) else _uploaded_kv_index(at, layer.contents)
+                )
         return split
 
 
@@ -123,7 +128,7 @@ class _Part(NamedTuple):
     which: np.ndarray  # [copies] bool
 
 
-def _parts(places: tuple[int, ...], first: np.ndarray, end: np.ndarray) -> Iterator[_Part]:
+def _kv_slot_parts(places: tuple[int, ...], first: np.ndarray, end: np.ndarray) -> Iterator[_Part]:
     """Tokens `first` [copies] to `end` [copies] of blocks, and whatever lies at the same places."""
     of_place, num_places = math.prod(places[1:]), places[0] + 1
     keys = first // of_place * num_places - (-end // of_place)
@@ -131,7 +136,7 @@ def _parts(places: tuple[int, ...], first: np.ndarray, end: np.ndarray) -> Itera
         yield _Part(slice(*divmod(key, num_places)), keys == key)
 
 
-def in_words(held: np.ndarray) -> np.ndarray:
+def kv_in_words(held: np.ndarray) -> np.ndarray:
     """Entries [n, ...] in other order and larger words, as far as they lie in a row: copied much faster."""
     apart, length = list[tuple[int, int]](), held.itemsize
     for stride, count in sorted(zip(held.strides[1:], held.shape[1:], strict=True)):
@@ -145,16 +150,16 @@ def in_words(held: np.ndarray) -> np.ndarray:
     return rows.view(f"i{word_bytes}")
 
 
-def _uploaded(at: Sequence[np.ndarray], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _uploaded_kv_index(at: Sequence[np.ndarray], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(uploaded(of_dim, like.device) for of_dim in at)
 
 
-def _where(layer: ByToken) -> tuple[object, ...]:
+def _kv_layer_place(layer: ByToken) -> tuple[object, ...]:
     """Equal for layers that share a cache."""
     return layer.contents.data_ptr(), layer.contents.shape, layer.contents.stride()
 
 
-def _indexable(layer: ByToken) -> Any:
+def _indexable_kv_layer(layer: ByToken) -> Any:
     """The same memory, as numpy sees it where that is faster: it knows no bfloat16."""
     contents = layer.contents
     if not sees(contents.device):

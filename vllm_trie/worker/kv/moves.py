@@ -15,15 +15,17 @@ from vllm_trie.worker.kv.kv_slots import KVSlots
 HELD = -1  # in the place of a block: what the program that copies holds
 
 
-def copy_to_others(kv_blocks: KVBlocks, pairs: np.ndarray) -> None:
+def copy_kv_to_others(kv_blocks: KVBlocks, pairs: np.ndarray) -> None:
     """Copy whole blocks, in all layers, [copies, 2] from where, and where to; no block is both."""
     if launches.run_on(kv_blocks.device):
-        launches.for_gpus("kv.copies").copy_blocks([[pair] for pair in pairs.tolist()], kv_blocks.segments)
+        launches.for_gpus("kv.copies").launch_kv_block_copies([[pair] for pair in pairs.tolist()], kv_blocks.segments)
     else:
         kv_blocks.copy_to_others(*uploaded(pairs.T.astype(np.int64), kv_blocks.device))
 
 
-def move(kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]) -> None:
+def move_kv(
+    kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]
+) -> None:
     """Copy the content of blocks, and on top of it that of single tokens; all are read before any is written.
 
     Args:
@@ -34,18 +36,18 @@ def move(kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Seq
     """
     moving = [(number, from_to) for number, from_to in tokens if from_to.size]
     is_by_kernels = launches.run_on(kv_blocks.device)
-    held = _held(kv_slots, moving, is_by_kernels)
+    held = _held_kv_tokens(kv_slots, moving, is_by_kernels)
     if len(blocks) and is_by_kernels and kv_blocks.are_apart:
-        launches.for_gpus("kv.copies").copy_blocks(chains_of(blocks), kv_blocks.segments)
+        launches.for_gpus("kv.copies").launch_kv_block_copies(kv_copy_chains_of(blocks), kv_blocks.segments)
     elif len(blocks):
         kv_blocks.copy(*blocks.T)
     held()
 
 
-def _held(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels: bool) -> Callable[[], None]:
+def _held_kv_tokens(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels: bool) -> Callable[[], None]:
     """Read tokens; what is returned writes them."""
     if moving and is_by_kernels and kv_slots.segments is not None:
-        return launches.for_gpus("kv.copies").HeldTokens(moving, kv_slots.segments).write
+        return launches.for_gpus("kv.copies").HeldKVTokens(moving, kv_slots.segments).write
     held = [(number, to, kv_slots.read(number, from_)) for number, (from_, to) in moving]
 
     def write() -> None:
@@ -55,7 +57,7 @@ def _held(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels
     return write
 
 
-def chains_of(pairs: np.ndarray) -> list[list[tuple[int, int]]]:
+def kv_copy_chains_of(pairs: np.ndarray) -> list[list[tuple[int, int]]]:
     """Copies [n, 2] in an order in which no block is written before it is read, in chains that can go side by side.
 
     In a circle of copies one of its blocks is held until all others are written: `HELD` stands for it.

@@ -19,7 +19,7 @@ from vllm_trie.worker.kv.kv_slots import KVSlots
 LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
 
 
-def rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int]]) -> np.ndarray:
+def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int]]) -> np.ndarray:
     """[3, R] int64 what is known of rows before they are to continue others: see `MovingRows`, the last count apart.
 
     The second is the first row of their group among the R.
@@ -37,7 +37,7 @@ def rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[in
     return np.concatenate(rows, axis=1)
 
 
-class RowReorder(NamedTuple):
+class KVReorder(NamedTuple):
     """What R rows continue; on the device."""
 
     rows: (
@@ -49,11 +49,11 @@ class RowReorder(NamedTuple):
     @classmethod
     def of(
         cls, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], device: torch.device
-    ) -> RowReorder:
+    ) -> KVReorder:
         """Let rows continue rows of their own group.
 
         Args:
-            rows: [3, R], see `rows_of_groups`.
+            rows: [3, R], see `kv_rows_of_groups`.
             num_tokens: [R], of each history, all of them computed.
             parents: [G, b] each, on the device, which row of its group each continues.
             device: That.
@@ -104,8 +104,8 @@ class Tables:
         self.on_device = pointers, strides, sizes  # [tables] each, what a kernel must know of them
 
 
-def reorder_rows(
-    rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None
+def reorder_kv_rows(
+    rows: KVReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None
 ) -> None:
     """Let each row continue the history of its source; rows that continue themselves are left as they are.
 
@@ -117,13 +117,13 @@ def reorder_rows(
         kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
     if launches.run_on(tokens.device):
-        launches.for_gpus("kv.copies").reorder_rows(rows, tokens, tables, kv_blocks.segments)
+        launches.for_gpus("kv.copies").launch_kv_reorder(rows, tokens, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).num_tokens_on_host):
-        copy_histories(moving, tokens, tables)
-        copy_tails(moving, tables, kv_blocks, kv_slots)
+        copy_kv_histories(moving, tokens, tables)
+        copy_kv_tails(moving, tables, kv_blocks, kv_slots)
 
 
-def copy_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) -> None:
+def copy_kv_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) -> None:
     """Copy tokens, and full blocks of all tables, from each row's source.
 
     What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
@@ -142,7 +142,7 @@ def copy_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) -> No
         full.index_copy_(0, slots, blocks)
 
 
-def copy_tails(rows: MovingRows, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
+def copy_kv_tails(rows: MovingRows, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
     """Copy the content of each source's partly filled tail block into the row's own, in all layers.
 
     Of large blocks, as hosts and models with recurrent states have them, only what rows of a group do not have in

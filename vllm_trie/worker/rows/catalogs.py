@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
 
 
-class DeviceCatalogs:
+class RowCatalogs:
     """Item tries by the digest of their catalog.
 
     Args:
@@ -69,7 +69,7 @@ class DeviceCatalogs:
         self.tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
 
 
-class TakesCatalogs:
+class TakesRowCatalogs:
     """A worker that is told to load catalogs, see `vllm_trie.engine.catalogs`."""
 
     model_runner: Any

@@ -55,7 +55,7 @@ class GroupRows:
         return self.request.prompt_token_ids or []
 
 
-def beams_of(groups: Sequence[GroupRows]) -> Beams:
+def beams_of_rows(groups: Sequence[GroupRows]) -> Beams:
     """What the rows of some groups carry, which are equally wide and under equal constraints."""
     beams = groups[0].batch
     is_whole = len(beams.scores) == len(groups)  # they have selected together before, as a rule

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 
-def refuse_own_state(model_state: ModelState) -> None:
+def refuse_own_row_state(model_state: ModelState) -> None:
     """Refuse a model that brings a state of its own: what it holds of a row, nobody here lets others continue.
 
     Raises:
@@ -36,7 +36,7 @@ def may_copy_rows(runner: GPUModelRunner) -> bool:
     return type(model_state) is EncoderDecoderModelState or model_state.prompt_embeds_state is None
 
 
-def arrays_by_slot(runner: GPUModelRunner) -> Iterator[np.ndarray]:
+def row_arrays_by_slot(runner: GPUModelRunner) -> Iterator[np.ndarray]:
     """What vLLM, whatever its version, holds of each slot on the host: what is asked of sampling, numbers of tokens."""
     sampler, num_slots = runner.sampler, runner.max_num_reqs
     of_sampler = () if sampler is None else (sampler, *sampler.logits_processors, *vars(sampler).values())

@@ -18,8 +18,8 @@ from vllm_trie.search.constraints.grammar import unpacked_mask
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows.group_rows import GroupRows, beams_of
+from vllm_trie.worker.rows.catalogs import RowCatalogs
+from vllm_trie.worker.rows.group_rows import GroupRows, beams_of_rows
 from vllm_trie.worker.rows.rows import Rows
 
 
@@ -31,7 +31,7 @@ class RowBeams:
         catalogs: On its device.
     """
 
-    def __init__(self, rows: Rows, catalogs: DeviceCatalogs) -> None:
+    def __init__(self, rows: Rows, catalogs: RowCatalogs) -> None:
         self._rows = rows
         self._catalogs = catalogs
 
@@ -66,7 +66,7 @@ class RowBeams:
             vocab_size: V.
             amateur: [G, r, V] logits of a draft model, where the rules contrast it.
         """
-        beams = beams_of(groups)
+        beams = beams_of_rows(groups)
         states = dict(beams.states)
         for key in self._constraints(rules):
             if key.source is Source.TOKENS:
@@ -94,10 +94,10 @@ class RowBeams:
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
         """[G, r, L] int32, the tokens of rows in `slots` [G, r]; each group's rows have `num_tokens` [G]."""
-        return flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)
+        return row_tokens_flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)
 
 
-def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+def row_tokens_flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     """Histories of several lengths that end in the same column; `NOTHING` stands in front of the shorter ones.
 
     Args:

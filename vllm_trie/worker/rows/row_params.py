@@ -26,7 +26,7 @@ def row_params(params: SamplingParams | None) -> SamplingParams | None:
     return row
 
 
-def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool, bool], StopStrings]:
+def stop_strings_of_rows(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool, bool], StopStrings]:
     """A function from stop strings, and how special tokens are written, to what completes them."""
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)

@@ -27,13 +27,13 @@ from vllm_trie.worker import launches
 from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
-from vllm_trie.worker.kv.moves import copy_to_others
-from vllm_trie.worker.kv.reorder import LARGE_BLOCK, RowReorder, Tables, reorder_rows
+from vllm_trie.worker.kv.moves import copy_kv_to_others
+from vllm_trie.worker.kv.reorder import LARGE_BLOCK, KVReorder, Tables, reorder_kv_rows
 from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.new_rows import arrays_by_slot
+from vllm_trie.worker.rows.new_rows import row_arrays_by_slot
 
 
-def rope_state(runner: GPUModelRunner) -> RopeState | None:
+def row_rope_state(runner: GPUModelRunner) -> RopeState | None:
     """What a runner holds of M-RoPE positions, if its model has them."""
     state = runner.model_state
     return state.rope_state if isinstance(state, DefaultModelState) else None
@@ -125,7 +125,7 @@ class Rows:
 
         To be called before vLLM takes in requests: afterwards it uploads what it holds on the host.
         """
-        arrays = [*arrays_by_slot(self._runner)] if fanning_out else []
+        arrays = [*row_arrays_by_slot(self._runner)] if fanning_out else []
         for group, step in fanning_out:
             self._add_copies(group, step, arrays)
 
@@ -172,7 +172,7 @@ class Rows:
         self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int
     ) -> None:
         """M-RoPE positions: those of the prompt, which depend on its images, and after it one more for each token."""
-        rope = rope_state(self._runner)
+        rope = row_rope_state(self._runner)
         if rope is None:
             return
         delta = int(rope.prefill_delta.np[first])
@@ -218,7 +218,7 @@ class Rows:
                     roots.tables[number] = np.column_stack([roots.tables[number], of_rows])
         copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
         if copies:
-            copy_to_others(self.kv_blocks, np.concatenate(copies))
+            copy_kv_to_others(self.kv_blocks, np.concatenate(copies))
 
     def reorder(
         self, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], is_controlled: bool = False
@@ -226,16 +226,16 @@ class Rows:
         """Let rows continue the histories of others, and where they are controlled, what their logits go by.
 
         Args:
-            rows, num_tokens, parents: See `RowReorder.of`.
+            rows, num_tokens, parents: See `KVReorder.of`.
         """
         if not parents:
             return
-        moved = RowReorder.of(rows, num_tokens, parents, self.device)
-        reorder_rows(moved, self.all_tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
+        moved = KVReorder.of(rows, num_tokens, parents, self.device)
+        reorder_kv_rows(moved, self.all_tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
         if is_controlled:
             self._reorder_controls(moved)
 
-    def _reorder_controls(self, rows: RowReorder) -> None:
+    def _reorder_controls(self, rows: KVReorder) -> None:
         """Let rows take over what the processors of their logits know of those that they continue."""
         if not launches.run_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)

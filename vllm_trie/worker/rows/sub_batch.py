@@ -23,7 +23,7 @@ TAKEN = (
 )
 
 
-class SubBatch(NamedTuple):
+class RowSubBatch(NamedTuple):
     """Some rows of a batch."""
 
     batch: InputBatch  # of these alone
@@ -40,7 +40,7 @@ class SubBatch(NamedTuple):
         return logits[self.logits]
 
 
-def sub_batch(batch: InputBatch, rows: np.ndarray) -> SubBatch:
+def sub_batch_of_rows(batch: InputBatch, rows: np.ndarray) -> RowSubBatch:
     """Rows of a batch, which come after the forward: nothing is padded, and the forward's buffers are left alone.
 
     Args:
@@ -57,9 +57,9 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> SubBatch:
     at, logits, moved, tokens, starts, cumulative = uploaded_together(
         [*indices, query_starts, cu_num_logits], batch.input_ids.device
     )
-    take = launches.for_gpus("kernels.rows_beside").launch_take_rows if launches.run_on(at.device) else take_rows
+    take = launches.for_gpus("kernels.rows_beside").launch_take_rows if launches.run_on(at.device) else take_batch_rows
     fields = dict(zip(TAKEN, take(at, logits, moved, tokens, [getattr(batch, name) for name in TAKEN]), strict=True))
-    is_prefilling, counts = batch.is_prefilling_np[rows], _some(batch.num_draft_tokens_per_req, rows)
+    is_prefilling, counts = batch.is_prefilling_np[rows], _some_rows(batch.num_draft_tokens_per_req, rows)
     smaller = replace(
         batch,
         req_ids=[batch.req_ids[row] for row in rows],
@@ -81,17 +81,17 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> SubBatch:
         has_prefill=bool(is_prefilling.any()),
         cu_num_logits=cumulative,
         cu_num_logits_np=cu_num_logits,
-        prompt_lens=_some(batch.prompt_lens, at),
-        prefill_runs_as_decode_np=_some(batch.prefill_runs_as_decode_np, rows),
+        prompt_lens=_some_rows(batch.prompt_lens, at),
+        prefill_runs_as_decode_np=_some_rows(batch.prefill_runs_as_decode_np, rows),
         max_query_len=None,
         fast_prefill=None,
         **fields,
     )
     first, last = logits_np[0], logits_np[-1]
-    return SubBatch(smaller, at, tokens, logits, bool(last - first + 1 == len(logits_np)), int(first))
+    return RowSubBatch(smaller, at, tokens, logits, bool(last - first + 1 == len(logits_np)), int(first))
 
 
-def take_rows(
+def take_batch_rows(
     rows: torch.Tensor, logits: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, fields: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The fields `TAKEN` of a batch for some rows [R], logits [N] and tokens [T] of it.
@@ -106,7 +106,7 @@ def take_rows(
     return own
 
 
-def put_sampled(
+def put_sampled_rows(
     rows: torch.Tensor, own: Sequence[torch.Tensor], sampled: torch.Tensor, counts: torch.Tensor, rejected: torch.Tensor
 ) -> None:
     """Put what was sampled of some rows [R] to what was of all.
@@ -121,12 +121,12 @@ def put_sampled(
     counts[rows], rejected[rows] = num_sampled.to(counts.dtype), num_rejected.to(rejected.dtype)
 
 
-def _some(values: Any, at: Any) -> Any:
+def _some_rows(values: Any, at: Any) -> Any:
     """Those of some rows; None where vLLM, or this version of it, has none."""
     return None if values is None else values[at]
 
 
-def scatter_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
+def scatter_row_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
     """What vLLM reports of some logits [N], as what it reports of all logits of the batch; of the others, nothing.
 
     Args:

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 
-def sub_forward(
+def sub_forward_of_rows(
     runner: GPUModelRunner,
     smaller: InputBatch,
     tokens: torch.Tensor,
@@ -23,21 +23,21 @@ def sub_forward(
 
     Args:
         runner: vLLM's.
-        smaller, tokens: What `sub_batch` makes of these rows.
+        smaller, tokens: What `sub_batch_of_rows` makes of these rows.
         hidden_states, aux_hidden_states: [T, H] of the whole batch; the latter of some layers.
     """
-    metadata, slots = attention_of(runner, smaller, runner.attn_groups)
+    metadata, slots = row_metadata_by_layer(runner, smaller, runner.attn_groups)
     return metadata, slots, hidden_states[tokens], [of_layer[tokens] for of_layer in aux_hidden_states]
 
 
-def attention_of(
+def row_metadata_by_layer(
     runner: GPUModelRunner, smaller: InputBatch, attn_groups: list[list[AttentionGroup]]
 ) -> tuple[Any, Any]:
     """Metadata and slots by layer.
 
     Args:
         runner: vLLM's.
-        smaller: What `sub_batch` makes of some rows.
+        smaller: What `sub_batch_of_rows` makes of some rows.
         attn_groups: By KV cache group, those of the layers that compute them.
     """
     tables, slots = GPUModelRunner.prepare_attn(runner, smaller)

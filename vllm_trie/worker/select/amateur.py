@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.devices import uploaded, uploaded_once
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.rows.sub_batch import sub_batch
-from vllm_trie.worker.rows.sub_forward import attention_of
+from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
+from vllm_trie.worker.rows.sub_forward import row_metadata_by_layer
 
 
 class AmateurLogits(NamedTuple):
@@ -62,8 +62,8 @@ class Amateur:
         """
         rows, speculator = np.sort(places), self._speculator
         computed = np.union1d(rows, read) if len(read) else rows
-        smaller = sub_batch(batch, computed).batch
-        metadata, slots = attention_of(self._runner, smaller, speculator.attn_groups)
+        smaller = sub_batch_of_rows(batch, computed).batch
+        metadata, slots = row_metadata_by_layer(self._runner, smaller, speculator.attn_groups)
         hidden = speculator._run_model(smaller.input_ids, smaller.positions, metadata, slots, None)
         last = smaller.logits_indices
         if len(read):

@@ -17,7 +17,7 @@ import torch
 
 from vllm_trie.search.devices import uploaded, uploaded_once
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker.kv.reorder import rows_of_groups
+from vllm_trie.worker.kv.reorder import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class BatchPlan:
         self.ordinary = is_ordinary.nonzero()[0]  # places of rows of no group
         moving = [cohort for cohort in self.cohorts if cohort.moves]
         prompts = [[len(group.prompt) for group in cohort.groups] for cohort in moving]
-        self.movable = rows_of_groups([cohort.slots for cohort in moving], prompts)  # [3, R]
+        self.movable = kv_rows_of_groups([cohort.slots for cohort in moving], prompts)  # [3, R]
         self.of_movable = np.concatenate([np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in moving)])  # [R]
 
     @cached_property

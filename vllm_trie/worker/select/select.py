@@ -22,10 +22,10 @@ from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.search.stop_strings import CONTEXT, TextEnd
 from vllm_trie.worker import launches
-from vllm_trie.worker.rows.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of
+from vllm_trie.worker.rows.catalogs import RowCatalogs
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of_rows
 from vllm_trie.worker.rows.row_beams import RowBeams
-from vllm_trie.worker.rows.row_params import stop_strings_of
+from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.cohort import BatchPlan, Cohort, InStep, which_of
 from vllm_trie.worker.step_context import PackedStep, StepContext
@@ -62,7 +62,7 @@ class Selector:
         runner: GPUModelRunner,
         groups: dict[str, GroupRows],
         rows: Rows,
-        catalogs: DeviceCatalogs,
+        catalogs: RowCatalogs,
         most_together: int,
     ) -> None:
         self._groups = groups
@@ -73,7 +73,7 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: StepGraphs | None = None
-        self._stop_strings = stop_strings_of(runner.model_config)
+        self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: StepContext) -> None:
         """Begin the states of rows that are new, once they have tokens that the host knows."""
@@ -136,7 +136,7 @@ class Selector:
             if rules.constraints:
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
             else:
-                beams = beams_of(groups)
+                beams = beams_of_rows(groups)
             own = self._controlled(cohort, plan.rows, logits) if rules.is_controlled else logits
             taken = self._take(cohort, beams, own, Means(draws, completes, into_slots), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))

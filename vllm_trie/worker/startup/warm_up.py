@@ -62,7 +62,7 @@ def warm_up(runner: Any) -> None:
     of_steps = best, in_groups, items, wide, wide_catalog
     for module in (slots, controls, rows_beside, *of_steps):
         module.warm_up_kernels(serving)
-    copies.warm_up(tokens, rows.tables, rows.kv_blocks.segments)
+    copies.warm_up_kv_copies(tokens, rows.tables, rows.kv_blocks.segments)
     runner.speculation.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.speculation.takes_trees)
 
