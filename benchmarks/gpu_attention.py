@@ -18,9 +18,15 @@ import torch
 
 from benchmarks.gpu_kernels import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, device_us, host_us
 from benchmarks.stand_ins import stand_in_for_vllm
-from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
-from vllm_trie.worker.attention.shared_rows import RowTrees, Scoring, SharedRows, row_by_row, tokens_of
-from vllm_trie.worker.attention.triton_kernels import Plan
+from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffixAttention
+from vllm_trie.worker.attention.shared_rows import (
+    RowTrees,
+    Scoring,
+    SharedRows,
+    attention_row_by_row,
+    shared_attention_tokens,
+)
+from vllm_trie.worker.attention.triton_kernels import TritonAttentionPlan
 
 QUERIES_PER_KV_HEAD = 4
 OWN_TOKENS = 40
@@ -88,15 +94,17 @@ class Inputs:
         rows, apart = SharedRows(np.arange(width), num_prefix), [SharedRows(np.arange(width), 0)]
         if num_nodes > 1:
             rows = rows._replace(trees=RowTrees(self.start, [self.tree] * width))
-            apart = row_by_row([rows])
-        plans = [tokens_of(groups, starts, lengths, BLOCK_SIZE) for groups in ([rows], apart)]
+            apart = attention_row_by_row([rows])
+        plans = [shared_attention_tokens(groups, starts, lengths, BLOCK_SIZE) for groups in ([rows], apart)]
         self.rows, self.lengths = rows, torch.from_numpy(lengths).int()
         self.once, self.row_by_row = (
-            Plan(shared, torch.from_numpy(shared.lengths).to(device), self.tables, (num_heads, num_kv_heads))
+            TritonAttentionPlan(
+                shared, torch.from_numpy(shared.lengths).to(device), self.tables, (num_heads, num_kv_heads)
+            )
             for shared in plans
         )
 
-    def attend(self, plan: Plan) -> torch.Tensor:
+    def attend(self, plan: TritonAttentionPlan) -> torch.Tensor:
         outputs = torch.empty_like(self.queries)
         plan.attend(self.queries, outputs, self.cache, Scoring(self.scale))
         return outputs
@@ -162,7 +170,7 @@ class Flash:
             seq_lens_cpu_upper_bound=inputs.lengths,
             block_table_tensor=inputs.tables,
         )
-        self.plan = PrefixSuffix([inputs.rows], batch, BLOCK_SIZE)
+        self.plan = PrefixSuffixAttention([inputs.rows], batch, BLOCK_SIZE)
         self.keys, self.values = inputs.cache.transpose(1, 2).chunk(2, dim=-1)
 
     def once(self, soft_cap: float = 0.0, has_sinks: bool = False) -> torch.Tensor:

@@ -57,7 +57,7 @@ def layers_of_a_step(
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from vllm_trie.worker.attention import compiled
-    from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, tokens_of
+    from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, shared_attention_tokens
 
     if not current_platform.is_cpu():
         raise ValueError("it compares CPU kernels; benchmarks.gpu_check has those of GPUs")
@@ -73,14 +73,14 @@ def layers_of_a_step(
     lengths = torch.full((width,), num_shared * BLOCK_SIZE + OWN_TOKENS, dtype=torch.int32)
     starts, scale = torch.arange(width + 1, dtype=torch.int32), HEAD_SIZE**-0.5
     rows = SharedRows(np.arange(width), num_shared * BLOCK_SIZE)
-    shared = tokens_of([rows], starts.numpy(), lengths.numpy(), BLOCK_SIZE)
+    shared = shared_attention_tokens([rows], starts.numpy(), lengths.numpy(), BLOCK_SIZE)
     sizes = width, num_heads, num_kv_heads, HEAD_SIZE
     isa = _get_attn_isa(dtype, BLOCK_SIZE, HEAD_SIZE)
     schedule = ops.cpu_attn_get_scheduler_metadata(*sizes, lengths, dtype, starts, True, -1, isa, True)
     of_batch = starts, lengths, scale, True, None, -1, tables, 0.0, schedule, None
 
     def ours() -> None:
-        plan = compiled.Plan(shared, tables, isa)
+        plan = compiled.CompiledAttentionPlan(shared, tables, isa)
         for cache in caches:
             plan.attend(queries, outputs, cache, Scoring(scale))
 

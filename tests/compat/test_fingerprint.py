@@ -367,7 +367,8 @@ def ours() -> list[tuple[type, str, object, TouchedPart | None, str]]:
     found, listed = [], touched_parts()
     ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
     for backend in (cpu_backend, gpu_backend):
-        ends += (backend.SharedPrefixBackend, backend.SharedPrefixBuilder, backend.SharedPrefixImpl)
+        ends += (backend.SharedPrefixAttentionBackend, backend.SharedPrefixAttentionBuilder)
+        ends += (backend.SharedPrefixAttentionImpl,)
     for cls in {cls for end in ends for cls in end.__mro__ if cls.__module__.startswith("vllm_trie.")}:
         for name, member in vars(cls).items():
             if not inspect.isfunction(inspect.unwrap(member)) or (name.startswith("__") and name != "__init__"):

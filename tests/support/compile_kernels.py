@@ -232,8 +232,8 @@ def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
 def to_shared(head_size: int, *others: Any) -> tuple[Any, ...]:
     """The first kernel of attention, and what else `compiled` takes."""
     constants = attention(head_size, *others) | {"tile": triton_kernels.TILE}
-    stages = triton_kernels.warps_of_tile(head_size), triton_kernels.NUM_STAGES
-    return triton_kernels._attend_to_shared, ATTENTION, constants, *stages
+    stages = triton_kernels.warps_of_attention_tile(head_size), triton_kernels.NUM_STAGES
+    return triton_kernels._attend_to_shared_kernel, ATTENTION, constants, *stages
 
 
 def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
@@ -244,7 +244,7 @@ def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
     types = ATTENTION | ({"sinks": "*bf16"} if has["has_sinks"] else {})
     constants |= {} if has["has_sinks"] else {"sinks": None}
     stages = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
-    return triton_kernels._attend_to_own, types, constants, *stages
+    return triton_kernels._attend_to_own_kernel, types, constants, *stages
 
 
 CASES: list[tuple[Any, ...]] = [

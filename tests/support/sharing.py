@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, tokens_of
+from vllm_trie.worker.attention.shared_rows import SharedAttentionTokens, SharedRows, shared_attention_tokens
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Batch:
         self.num_blocks = num_blocks
 
     @property
-    def shared(self) -> SharedTokens:
+    def shared(self) -> SharedAttentionTokens:
         """As the kernels take it."""
-        return tokens_of(self.rows, self.starts.numpy(), self.lengths.numpy(), self.block_size)
+        return shared_attention_tokens(self.rows, self.starts.numpy(), self.lengths.numpy(), self.block_size)
 
     def slots(self, row: int) -> torch.Tensor:
         """[length], where the keys of a row are."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import SharedRows, SharesAttentionPrefixes
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import StepContext
 
@@ -40,9 +40,9 @@ def reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[i
     )
 
 
-def _builders(runner: GPUModelRunner) -> Iterator[tuple[int, SharesPrefixes]]:
+def _builders(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
     """Those that may make use of it, each after its KV cache group."""
     for number, attn_groups in enumerate(runner.attn_groups):
         for attn_group in attn_groups:
-            if isinstance(builder := attn_group.get_metadata_builder(0), SharesPrefixes):
+            if isinstance(builder := attn_group.get_metadata_builder(0), SharesAttentionPrefixes):
                 yield number, builder

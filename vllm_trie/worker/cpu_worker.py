@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 from vllm_trie.compat.cpu import accept_vllm_v2_runner, vllm_needs_cpu_kernels
 from vllm_trie.compat.patch import VLLMPatch
 from vllm_trie.speculative_config import has_states_by_config
-from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
+from vllm_trie.worker.attention.cpu_backend import use_cpu_attention_backend
 from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
@@ -39,6 +39,6 @@ class BeamCPUWorker(TakesRowCatalogs, LeavesRoom, CPUWorker):
             config = self._config
             has = {"drafts": config.speculative_config is not None, "states": has_states_by_config(config.model_config)}
             install(*(kind for kind, is_there in has.items() if is_there))
-        use_shared_prefixes()
+        use_cpu_attention_backend()
         with VLLMPatch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device(**kwargs)

@@ -16,7 +16,7 @@ class BeamGPUWorker(TakesRowCatalogs, LeavesRoom, WarmsUp, Worker):
 
     def _make_model_runner(self) -> BeamModelRunner:
         if plugin_config_of(self.vllm_config).shared_prefix_attention != "off":
-            from vllm_trie.worker.attention.gpu_backend import use_shared_prefixes
+            from vllm_trie.worker.attention.gpu_backend import use_gpu_attention_backend
 
-            use_shared_prefixes()
+            use_gpu_attention_backend()
         return BeamModelRunner(self.vllm_config, self.device)

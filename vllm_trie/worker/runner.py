@@ -35,7 +35,7 @@ from vllm_trie.selection import plugin_config_of, selection_has_logits_processor
 from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
-from vllm_trie.worker.attention.check_attention import check_demanded_layers
+from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import GroupRows
@@ -126,7 +126,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
-        check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
+        check_demanded_attention_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if launches.run_on(self.device):
             launches.for_gpus("startup.layer_bytes").tell_layer_bytes(self)
             launches.for_gpus("startup.plain_step_graphs").add_graphs_of_plain_steps(self.cudagraph_manager)

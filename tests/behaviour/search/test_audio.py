@@ -28,7 +28,7 @@ from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import llm_beam_search
 from vllm_trie.trie.encoder_blocks import EncoderBlockTrie
-from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder, SharedPrefixMetadata
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionBuilder, SharedPrefixAttentionMetadata
 
 pytestmark = pytest.mark.slow
 
@@ -85,15 +85,15 @@ def test_what_an_encoder_made_is_read_once_for_all_beams(
     engine = engines(model, max_model_len=128, max_num_batched_tokens=256, **shares)
     jobs = searches(8, 3)
     jobs.insert(1, (5, SamplingParams(temperature=0, max_tokens=20)))
-    asked, build = list[list[int]](), SharedPrefixBuilder.build
+    asked, build = list[list[int]](), SharedPrefixAttentionBuilder.build
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = build(self, *args, **kwargs)
-        if self.is_cross_attention and isinstance(metadata, SharedPrefixMetadata):
+        if self.is_cross_attention and isinstance(metadata, SharedPrefixAttentionMetadata):
             asked.append(metadata.plan.shared.num_shared.tolist())
         return metadata
 
-    monkeypatch.setattr(SharedPrefixBuilder, "build", watched)
+    monkeypatch.setattr(SharedPrefixAttentionBuilder, "build", watched)
     outputs = run(engine, jobs)
     whole_blocks = NUM_AUDIO_TOKENS // BLOCK_SIZE * BLOCK_SIZE
     assert bool(asked) == (option == "on")

@@ -19,8 +19,8 @@ from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.sharing import Batch, Group
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from vllm_trie.worker.attention import gpu_backend
-from vllm_trie.worker.attention.check_attention import check_demanded_layers
-from vllm_trie.worker.attention.gpu_backend import SharedPrefixBuilder, SharedPrefixImpl
+from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
+from vllm_trie.worker.attention.gpu_backend import SharedPrefixAttentionBuilder, SharedPrefixAttentionImpl
 from vllm_trie.worker.startup.layer_bytes import tell_layer_bytes
 
 pytestmark = pytest.mark.slow
@@ -35,16 +35,18 @@ def engine(engines: Engines, random_model: Callable[[str], Path], monkeypatch: p
     engine = engines(random_model("gqa"), additional_config=DEMANDED)
     config, scale = engine.core.vllm_config, HEAD_SIZE**-0.5
     with set_current_vllm_config(config):
-        impl = SharedPrefixImpl(NUM_HEADS, HEAD_SIZE, scale, NUM_KV_HEADS, None, None, "auto")
+        impl = SharedPrefixAttentionImpl(NUM_HEADS, HEAD_SIZE, scale, NUM_KV_HEADS, None, None, "auto")
     for layer in config.compilation_config.static_forward_context.values():
         monkeypatch.setattr(layer, "impl", impl)
     return engine
 
 
-def builder_of(engine: Engine) -> SharedPrefixBuilder:
+def builder_of(engine: Engine) -> SharedPrefixAttentionBuilder:
     ((group,),) = engine.runner.attn_groups
     with set_current_vllm_config(engine.core.vllm_config):
-        return SharedPrefixBuilder(group.kv_cache_spec, group.layer_names, engine.core.vllm_config, torch.device("cpu"))
+        return SharedPrefixAttentionBuilder(
+            group.kv_cache_spec, group.layer_names, engine.core.vllm_config, torch.device("cpu")
+        )
 
 
 def described(batch: Batch) -> CommonAttentionMetadata:
@@ -193,14 +195,14 @@ def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
     assert type(builder_of(engine).build(0, described(batch))) is FlashAttentionMetadata
 
 
-def attn_group_of(builder: SharedPrefixBuilder) -> Any:
+def attn_group_of(builder: SharedPrefixAttentionBuilder) -> Any:
     return SimpleNamespace(get_metadata_builder=lambda _: builder)
 
 
 def test_full_graphs_of_all_steps_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
     with pytest.raises(ValueError, match="cudagraph_mode=FULL exclude each other"):
-        check_demanded_layers(engine.core.vllm_config, [attn_group_of(builder_of(engine))])
+        check_demanded_attention_layers(engine.core.vllm_config, [attn_group_of(builder_of(engine))])
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
@@ -211,7 +213,7 @@ def test_graphs_are_those_that_vllm_chooses_when_it_has_all_builders(
     monkeypatch.setattr(config, "cudagraph_mode", CUDAGraphMode.FULL)
     builder = builder_of(engine)
     monkeypatch.setattr(config, "cudagraph_mode", CUDAGraphMode[mode])
-    check_demanded_layers(engine.core.vllm_config, [attn_group_of(builder)])
+    check_demanded_attention_layers(engine.core.vllm_config, [attn_group_of(builder)])
     assert (builder.can_share, builder.takes_trees) == (True, True)
     assert builder.takes([(2, 32)]) == [True]
 
@@ -253,5 +255,5 @@ def test_the_less_the_host_waits_for_the_device_the_more_must_be_shared() -> Non
     """Rows of Qwen3's 8B and 0.6B, with 4 KiB of keys and values of each token and layer."""
     large, small = (12 * hidden**2 * 2 for hidden in (4096, 1024))
     for layer_bytes, rows_to_share, rows_not_to in ((large, 320, 256), (small, 512, 384)):
-        assert gpu_backend.pays(rows_to_share * 1024 * 4096, layer_bytes)
-        assert not gpu_backend.pays(rows_not_to * 1024 * 4096, layer_bytes)
+        assert gpu_backend.shared_attention_pays(rows_to_share * 1024 * 4096, layer_bytes)
+        assert not gpu_backend.shared_attention_pays(rows_not_to * 1024 * 4096, layer_bytes)

@@ -18,8 +18,8 @@ from tests.support.pairs import NOISE, TRAINED, count_differing, drafting
 from tests.support.running import MOST_TIES, Job, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.worker.attention import check_attention, compiled, cpu_backend
-from vllm_trie.worker.attention.cpu_backend import SharedPrefixImpl, SharedPrefixMetadata
-from vllm_trie.worker.attention.shared_rows import SharedTokens
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionImpl, SharedPrefixAttentionMetadata
+from vllm_trie.worker.attention.shared_rows import SharedAttentionTokens
 from vllm_trie.worker.runner import BeamModelRunner
 
 pytestmark = pytest.mark.slow
@@ -31,19 +31,19 @@ def option(value: str) -> dict[str, Any]:
 
 
 @contextmanager
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SharedTokens]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SharedAttentionTokens]]:
     """What the kernel is asked for, layer by layer."""
-    asked, forward = list[SharedTokens](), SharedPrefixImpl.forward
+    asked, forward = list[SharedAttentionTokens](), SharedPrefixAttentionImpl.forward
 
     def watched(
         self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, *rest: Any, **named: Any
     ) -> Any:
-        if isinstance(metadata, SharedPrefixMetadata):
+        if isinstance(metadata, SharedPrefixAttentionMetadata):
             asked.append(metadata.plan.shared)
         return forward(self, layer, query, key, value, kv_cache, metadata, *rest, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SharedPrefixImpl, "forward", watched)
+        patched.setattr(SharedPrefixAttentionImpl, "forward", watched)
         yield asked
 
 
@@ -161,7 +161,7 @@ def test_without_a_compiler_vllms_attention_is_used(
         raise compiled.CompilerError("there is no compiler")
 
     warnings: list[str] = []
-    monkeypatch.setattr(compiled, "check", none)
+    monkeypatch.setattr(compiled, "check_compiled_attention", none)
     monkeypatch.setattr(cpu_backend.logger, "warning_once", lambda text, *given: warnings.append(text % given))
     jobs = [(prompt_of(150), beam_params(16, max_tokens=4, ignore_eos=True))]
     with seen(monkeypatch) as asked:
@@ -183,7 +183,7 @@ def test_what_is_demanded_and_cannot_be_is_refused(
     def no_compiler(_: str) -> None:
         raise compiled.CompilerError("there is no compiler")
 
-    monkeypatch.setattr(compiled, "kernel", no_compiler)
+    monkeypatch.setattr(compiled, "compiled_attention", no_compiler)
     with pytest.raises(ValueError, match='shared_prefix_attention="on" cannot be: there is no compiler; use "auto"'):
         configure(dtype="float32")
 
@@ -191,7 +191,7 @@ def test_what_is_demanded_and_cannot_be_is_refused(
 def test_a_model_none_of_whose_layers_can_is_refused(
     random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_backend, "is_of_decoder", lambda _: False)
+    monkeypatch.setattr(cpu_backend, "is_decoder_attention", lambda _: False)
     told = (
         r'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
         r'\(2 by CPU_ATTN\); use "auto"'
@@ -205,7 +205,7 @@ def test_layers_that_cannot_stay_vllms_and_are_named(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(check_attention.logger, "warning_once", lambda text, *given: warnings.append(text % given))
-    monkeypatch.setattr(cpu_backend, "is_of_decoder", lambda impl: impl.sliding_window < 0)
+    monkeypatch.setattr(cpu_backend, "is_decoder_attention", lambda impl: impl.sliding_window < 0)
     engines(random_model("gemma2_uncapped"), **option("on"), max_num_seqs=61)
     (warning,) = warnings
     assert 'shared_prefix_attention="on" has no effect on 2 layers, whose attention (CPU_ATTN)' in warning

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from tests.support.sharing import Batch, Group, any_groups
 from tests.worker.attention.trees import TreeBatch, TreeGroup, all_kinds, any_trees, random_tree
 from vllm_trie.worker.attention import compiled
-from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionBuilder
 from vllm_trie.worker.attention.shared_rows import Scoring
 
 UNTOUCHED = 123.0
@@ -61,7 +61,7 @@ def attended(batch: Batch, dtype: torch.dtype, isa: str, **scoring: Any) -> torc
     outputs = torch.full_like(batch.queries, UNTOUCHED, dtype=dtype)
     # As a model has them: queries beside keys and values.
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(dtype)
-    plan = compiled.Plan(batch.shared.on_host(), batch.tables, isa)
+    plan = compiled.CompiledAttentionPlan(batch.shared.on_host(), batch.tables, isa)
     plan.attend(queries[:, : outputs.shape[1]], outputs, cache, Scoring(batch.scale, **scoring))
     return outputs
 
@@ -143,7 +143,7 @@ def test_caches_of_all_kinds_on_all_processors(
         pytest.skip("this processor has no AMX, or it has all of this")
     if without:
         monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, without))
-        monkeypatch.setattr(compiled, "kernel", cache(compiled.kernel.__wrapped__))
+        monkeypatch.setattr(compiled, "compiled_attention", cache(compiled.compiled_attention.__wrapped__))
     trees = [random_tree(nodes, nodes) for nodes in (1, 7, 64, 65)]
     tree_group = TreeGroup(4, 2, [9 + len(tree) for tree in trees], [1, 5, 64, 65], trees=trees)
     groups = [Group(13, 3, [1 + row for row in range(13)], [1] * 13), Group(2, 0, [70, 33], [5, 33]), tree_group]
@@ -196,7 +196,7 @@ def test_vllms_kernel_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [kind for kind in compiled.MATRICES if kind[0] != "amx" or torch.cpu._is_amx_tile_supported()]
     for isa, dtype in kinds:
         head_size = 80 if isa == "vec16" else 64
-        compiled.check.__wrapped__(6, 2, head_size, block_size=32, dtype=dtype, isa=isa)
+        compiled.check_compiled_attention.__wrapped__(6, 2, head_size, block_size=32, dtype=dtype, isa=isa)
     assert len(compared) == 2 * len(kinds)
 
 
@@ -207,21 +207,23 @@ def test_a_cache_that_is_laid_out_otherwise_is_noticed(monkeypatch: pytest.Monke
         ops, "cpu_attention_with_kv_cache", lambda q, k, v, *rest: attention(q, k, v.flip(-1).contiguous(), *rest)
     )
     with pytest.raises(compiled.CompilerError, match="lays its KV cache out otherwise"):
-        compiled.check.__wrapped__(num_heads=2, num_kv_heads=2, head_size=32, block_size=32, dtype=dtype)
+        compiled.check_compiled_attention.__wrapped__(
+            num_heads=2, num_kv_heads=2, head_size=32, block_size=32, dtype=dtype
+        )
 
 
 @pytest.fixture
 def _no_kernel_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "trie_beam")
-    monkeypatch.setattr(compiled, "_library", compiled._library.__wrapped__)
+    monkeypatch.setattr(compiled, "_attention_library_folder", lambda: tmp_path / "trie_beam")
+    monkeypatch.setattr(compiled, "_attention_library", compiled._attention_library.__wrapped__)
 
 
 @pytest.mark.usefixtures("_no_kernel_yet")
 def test_the_kernel_is_compiled_once_and_finds_the_openmp_of_torch(tmp_path: Path) -> None:
-    compiled.kernel.__wrapped__("Rows<Float32>")
+    compiled.compiled_attention.__wrapped__("Rows<Float32>")
     (library,) = (tmp_path / "trie_beam").iterdir()
     written = library.stat().st_mtime_ns
-    compiled.kernel.__wrapped__("Rows<Float32>")
+    compiled.compiled_attention.__wrapped__("Rows<Float32>")
     assert [file.stat().st_mtime_ns for file in (tmp_path / "trie_beam").iterdir()] == [written]
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "omp" not in needed
@@ -233,7 +235,7 @@ def test_the_kernel_is_compiled_once_and_finds_the_openmp_of_torch(tmp_path: Pat
 def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(compiled.CompilerError, match="no-such-compiler does not run"):
-        compiled.kernel.__wrapped__("Rows<Float32>")
+        compiled.compiled_attention.__wrapped__("Rows<Float32>")
 
 
 @pytest.mark.usefixtures("_no_kernel_yet")
@@ -246,16 +248,16 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", os.fspath(compiler))
     with pytest.raises(compiled.CompilerError, match=f"does not compile its kernel: {why}"):
-        compiled.kernel.__wrapped__("Rows<Float32>")
+        compiled.compiled_attention.__wrapped__("Rows<Float32>")
     assert not [*(tmp_path / "trie_beam").iterdir()]
 
 
 @pytest.mark.usefixtures("_no_kernel_yet")
 def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "file" / "trie_beam")
+    monkeypatch.setattr(compiled, "_attention_library_folder", lambda: tmp_path / "file" / "trie_beam")
     with pytest.raises(compiled.CompilerError, match=r"cannot be written: .*; set VLLM_CACHE_ROOT"):
-        compiled.kernel.__wrapped__("Rows<Float32>")
+        compiled.compiled_attention.__wrapped__("Rows<Float32>")
 
 
 BUILT = "shared_prefix-0.so"  # what stands for a library that was compiled
@@ -265,13 +267,13 @@ BUILT = "shared_prefix-0.so"  # what stands for a library that was compiled
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where libraries lie, in which compilers put nothing but a word."""
     folder = tmp_path / "trie_beam"
-    monkeypatch.setattr(compiled, "_folder", lambda: folder)
-    monkeypatch.setattr(compiled, "_compile", lambda library, _: library.write_text("compiled"))
+    monkeypatch.setattr(compiled, "_attention_library_folder", lambda: folder)
+    monkeypatch.setattr(compiled, "_compile_attention", lambda library, _: library.write_text("compiled"))
     return folder
 
 
 def opened(folder: Path) -> str:
-    with os.fdopen(compiled._open(folder / BUILT, ()), "r") as file:
+    with os.fdopen(compiled._open_attention_library(folder / BUILT, ()), "r") as file:
         return file.read()
 
 
@@ -301,7 +303,7 @@ def test_a_library_that_others_may_have_written_is_compiled_anew(
         library.write_text("compiled")
         library.chmod(0o755)
 
-    monkeypatch.setattr(compiled, "_compile", compile_)
+    monkeypatch.setattr(compiled, "_compile_attention", compile_)
     assert opened(folder) == "compiled"
     assert not target.exists() or target.read_text() == "planted"
 
@@ -346,7 +348,7 @@ def test_others_lose_the_right_to_write_into_ones_own_folder(folder: Path) -> No
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_what_root_has_compiled_serves_all_users_read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert opened(folder) == "compiled"
-    monkeypatch.setattr(compiled, "_compile", None)
+    monkeypatch.setattr(compiled, "_compile_attention", None)
     for path in (folder, folder / BUILT):
         os.chown(path, 0, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -355,5 +357,5 @@ def test_what_root_has_compiled_serves_all_users_read_only(monkeypatch: pytest.M
 
 def test_builders_are_called_as_vllm_calls_its_own() -> None:
     """vLLM derives builders from those of a backend, and calls theirs by position."""
-    bound = inspect.signature(SharedPrefixBuilder.build).bind(None, 0, None, False)
+    bound = inspect.signature(SharedPrefixAttentionBuilder.build).bind(None, 0, None, False)
     assert [*bound.arguments] == ["self", "common_prefix_len", "common_attn_metadata", "args"]

@@ -17,7 +17,7 @@ from tests.support.engine import Engine, Engines
 from tests.support.pairs import NOISE, drafting
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from vllm_trie.worker.attention import cpu_backend
-from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder, pays
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionBuilder, shared_attention_pays
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def described(batch: TreeBatch) -> CommonAttentionMetadata:
     )
 
 
-def builders_of(engine: Engine) -> list[SharedPrefixBuilder]:
+def builders_of(engine: Engine) -> list[SharedPrefixAttentionBuilder]:
     """Of the target's layers, then of the draft's as the drafter has them."""
     groups = [*engine.runner.attn_groups, *engine.runner.speculator.attn_groups]
     return [group.get_metadata_builder(0) for of_kind in groups for group in of_kind]
@@ -93,8 +93,8 @@ def check_layer(layer: Any, batch: TreeBatch, metadata: Any, dtype: torch.dtype,
 def test_sharing_pays_sooner_where_numbers_are_multiplied_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
     for by_two in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda by_two=by_two: by_two)
-        assert pays(8, 64, 4, torch.bfloat16) == by_two
-        assert not pays(8, 64, 4, torch.float32)
-        assert not pays(7, 1024, 4, torch.bfloat16)
-    assert np.all([pays(16, 256, heads, torch.float16) for heads in (1, 4, 8)])
+        assert shared_attention_pays(8, 64, 4, torch.bfloat16) == by_two
+        assert not shared_attention_pays(8, 64, 4, torch.float32)
+        assert not shared_attention_pays(7, 1024, 4, torch.bfloat16)
+    assert np.all([shared_attention_pays(16, 256, heads, torch.float16) for heads in (1, 4, 8)])
     assert set(cpu_backend.PAYS_FROM_BY_TWO) <= set(cpu_backend.PAYS_FROM)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers import vocab_parallel_embedding
 
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 from vllm_trie.worker.startup.layer_bytes import layer_bytes
 
 
@@ -34,4 +34,4 @@ def test_bytes_are_those_of_weights_as_they_are_held() -> None:
 
 
 def test_builders_know_nothing_of_them_before() -> None:
-    assert SharesPrefixes.layer_bytes == 0
+    assert SharesAttentionPrefixes.layer_bytes == 0

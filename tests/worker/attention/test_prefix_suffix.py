@@ -16,14 +16,14 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.sharing import Group, any_groups
 from tests.worker.attention.trees import TreeBatch
-from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
+from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffixAttention
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows
 
 TOO_MUCH = 3  # by which lengths on the host may exceed those on the device
 EIGHT_BITS = torch.float8_e4m3fn
 
 
-def plan_of(batch: TreeBatch, ahead: int = 0) -> PrefixSuffix:
+def plan_of(batch: TreeBatch, ahead: int = 0) -> PrefixSuffixAttention:
     described: Any = SimpleNamespace(
         num_actual_tokens=len(batch.queries),
         max_query_len=int(batch.starts.diff().max()),
@@ -33,7 +33,7 @@ def plan_of(batch: TreeBatch, ahead: int = 0) -> PrefixSuffix:
         seq_lens_cpu_upper_bound=batch.lengths + ahead,
         block_table_tensor=batch.tables,
     )
-    return PrefixSuffix(batch.rows, described, batch.block_size)
+    return PrefixSuffixAttention(batch.rows, described, batch.block_size)
 
 
 def check(

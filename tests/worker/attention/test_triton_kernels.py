@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tests.support.sharing import Batch, Group, any_groups
 from tests.worker.attention.trees import TreeBatch, TreeGroup, all_kinds, any_trees, random_tree
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Scoring, SharedTokens, row_by_row, token_by_token
+from vllm_trie.worker.attention.shared_rows import (
+    Scoring,
+    SharedAttentionTokens,
+    attention_row_by_row,
+    attention_token_by_token,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 123.0
@@ -26,7 +31,7 @@ def check(
 
 
 def attend_and_compare(
-    batch: Batch, shared: SharedTokens, dtype: torch.dtype, rtol: float, heads_first: bool, **scoring: Any
+    batch: Batch, shared: SharedAttentionTokens, dtype: torch.dtype, rtol: float, heads_first: bool, **scoring: Any
 ) -> None:
     """The same of tokens that may be laid out with greater lengths than they have."""
     batch.forget_unused()
@@ -38,7 +43,7 @@ def attend_and_compare(
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(DEVICE, dtype)
     heads = batch.queries.shape[1], num_kv_heads
     lengths = torch.from_numpy(batch.shared.lengths).to(DEVICE)
-    plan = triton_kernels.Plan(shared, lengths, batch.tables.to(DEVICE), heads)
+    plan = triton_kernels.TritonAttentionPlan(shared, lengths, batch.tables.to(DEVICE), heads)
     on_device = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in scoring.items()
     }
@@ -65,7 +70,7 @@ def test_blocks_of_any_size_and_layout(block_size: int, heads_first: bool) -> No
 def test_long_prefixes_are_read_in_parts() -> None:
     batch = Batch([Group(2, 40, [1, 5], [1, 5]), Group(3, 1, [4] * 3, [1] * 3)], 2, 1, 32, 32)
     heads = 2, 1
-    plan = triton_kernels.Plan(batch.shared, torch.from_numpy(batch.shared.lengths), batch.tables, heads)
+    plan = triton_kernels.TritonAttentionPlan(batch.shared, torch.from_numpy(batch.shared.lengths), batch.tables, heads)
     assert plan._num_parts > 1
     check(batch)
 
@@ -115,7 +120,7 @@ def test_each_row_can_be_a_group_of_its_own() -> None:
     trees = [random_tree(nodes, nodes) for nodes in (3, 1, 20)]
     group = TreeGroup(3, 1, [30 + len(tree) for tree in trees], [3, 1, 9], trees=trees)
     batch = TreeBatch([group], 4, 2, 32, 16)
-    batch.rows = row_by_row(batch.rows)
+    batch.rows = attention_row_by_row(batch.rows)
     assert batch.shared.num_shared.tolist() == [32] * 3
     check(batch)
 
@@ -127,7 +132,7 @@ def test_the_host_need_not_know_trees_nor_how_long_rows_are(window: int | None, 
     group = TreeGroup(4, 1, [30 + len(tree) for tree in trees], [1] * 4, trees=trees)
     batch = TreeBatch([group], 4, 2, 32, 16)
     batch.forget_masks(DEVICE)
-    batch.rows = batch.rows if is_shared else row_by_row(batch.rows)
+    batch.rows = batch.rows if is_shared else attention_row_by_row(batch.rows)
     longer = batch.shared._replace(lengths=batch.shared.lengths + 7)
     attend_and_compare(batch, longer, torch.float32, 1e-5, heads_first=True, window=window)
 
@@ -145,6 +150,6 @@ def test_nor_need_these_share_anything() -> None:
     batch = all_kinds(16)
     batch.forget_rows(DEVICE, [1, 2])
     batch.rows = batch.rows[1:]
-    alone = token_by_token(batch.shared, batch.block_size)
+    alone = attention_token_by_token(batch.shared, batch.block_size)
     assert len(alone.num_shared) == len(alone.rows)
     attend_and_compare(batch, alone, torch.float32, 1e-5, heads_first=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionBuilder
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, kv_in_words
 
@@ -39,7 +39,7 @@ def written(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:
 
 def by_token(cache: torch.Tensor, isa: str) -> list[ByToken]:
     builder: Any = SimpleNamespace(isa=isa)
-    return SharedPrefixBuilder.by_token(builder, cache)
+    return SharedPrefixAttentionBuilder.by_token(builder, cache)
 
 
 @LAID_OUT_BY_VLLM

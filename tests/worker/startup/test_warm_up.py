@@ -29,7 +29,7 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
 from vllm_trie.worker.kernels.best import SLOTS
 from vllm_trie.worker.kernels.tiles import KernelLogits
@@ -48,7 +48,7 @@ SCORINGS = {
 }
 
 
-class Builder(SharesPrefixes):
+class Builder(SharesAttentionPrefixes):
     """Of layers that our kernels compute."""
 
     takes_trees = True
@@ -118,7 +118,12 @@ def warmed() -> dict[str, set[object]]:
 
 
 def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -> None:
-    assert warmed.keys() >= {"_select_next_kernel", "_reorder_kv_kernel", "_attend_to_shared", "_attend_to_own"}
+    assert warmed.keys() >= {
+        "_select_next_kernel",
+        "_reorder_kv_kernel",
+        "_attend_to_shared_kernel",
+        "_attend_to_own_kernel",
+    }
     assert all(warmed.values()), f"add these to the warm-up of their modules: {[n for n in warmed if not warmed[n]]}"
 
 
@@ -250,7 +255,9 @@ def test_no_batch_launches_an_attention_that_was_not_warmed(
     of_heads = NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE
     for batch in (Batch(groups, *of_heads, others=1), TreeBatch([of_trees, *groups], *of_heads)):
         shared = batch.shared
-        plan = triton_kernels.Plan(shared, torch.from_numpy(shared.lengths), batch.tables, (NUM_HEADS, NUM_KV_HEADS))
+        plan = triton_kernels.TritonAttentionPlan(
+            shared, torch.from_numpy(shared.lengths), batch.tables, (NUM_HEADS, NUM_KV_HEADS)
+        )
         projected = torch.zeros(len(batch.queries), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
         cache = torch.zeros(batch.num_blocks, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
         queries = projected[:, :NUM_HEADS]
@@ -272,7 +279,7 @@ def test_as_many_slots_are_warmed_as_a_search_may_have(
 
 def test_layers_without_drafts_are_not_warmed_for_trees(noted: dict[str, Launches]) -> None:
     warm_up(runner_with(SCORINGS, has_drafts=False))
-    assert noted["_attend_to_own"].count == len(SCORINGS)
+    assert noted["_attend_to_own_kernel"].count == len(SCORINGS)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.speculation.worker.draft_batch import DraftBatch, DraftInputs
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
 class DraftModel:
@@ -75,7 +75,7 @@ class DraftModel:
         for number, attn_groups in enumerate(self._speculator.attn_groups if inputs.sharing else ()):
             for attn_group in attn_groups:
                 builder = attn_group.get_metadata_builder(0)
-                assert isinstance(builder, SharesPrefixes)
+                assert isinstance(builder, SharesAttentionPrefixes)
                 builder.announce([of_group[number] for of_group in inputs.sharing])
 
 

@@ -67,7 +67,7 @@ class Growing(NamedTuple):
     tables: torch.Tensor  # [KV cache groups, R, columns] int32
     scores: torch.Tensor  # [N] float32, what ranks them; -inf where there is no node
     ends: torch.Tensor  # [N] int32, tokens of its row in the cache up to each node, with it
-    masks: torch.Tensor  # [N, words] int64, as `shared_rows.SharedTokens` has them
+    masks: torch.Tensor  # [N, words] int64, as `shared_rows.SharedAttentionTokens` has them
     slots: torch.Tensor  # [KV cache groups, N] int64
     counts: torch.Tensor  # [R] int32, nodes of each row
     totals: torch.Tensor  # [G, 2 + KV cache groups] int32: drafts, narrow nodes of the newest layer, spare blocks taken

@@ -30,7 +30,7 @@ from vllm_trie.speculation.worker.stopwatch import Stopwatch
 from vllm_trie.speculation.worker.tree_positions import TreePositions, tree_positions
 from vllm_trie.speculation.worker.tree_rows import TreeRows
 from vllm_trie.speculation.worker.verify import verify
-from vllm_trie.worker.attention.tree_layers import takes_trees
+from vllm_trie.worker.attention.tree_layers import attention_takes_trees
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
@@ -96,7 +96,7 @@ class TreeSpeculation(Speculation):
 
     def begin(self) -> None:
         """See `Speculation`."""
-        self.takes_trees = takes_trees(self._runner)
+        self.takes_trees = attention_takes_trees(self._runner)
         if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
             self.rows.hidden_states = self._runner.rows.beside = HiddenStates(self._runner)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_trie.selection import has_beams, plugin_config_of
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes
-from vllm_trie.worker.attention.tree_layers import count_layers
+from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
+from vllm_trie.worker.attention.tree_layers import count_attention_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,15 +33,15 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
 
     if plugin_config_of(vllm_config).shared_prefix_attention != "on" or not current_platform.is_cpu():
         return
-    from vllm_trie.worker.attention.compiled import OF_TYPES, CompilerError, kernel
+    from vllm_trie.worker.attention.compiled import OF_TYPES, CompilerError, compiled_attention
 
     try:
-        kernel(OF_TYPES[vllm_config.model_config.dtype])
+        compiled_attention(OF_TYPES[vllm_config.model_config.dtype])
     except CompilerError as error:
         raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
 
 
-def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[AttentionGroup]) -> None:
+def check_demanded_attention_layers(vllm_config: VllmConfig, attn_groups: Sequence[AttentionGroup]) -> None:
     """Check what the layers of a model need for `shared_prefix_attention="on"`, once it is known who computes them.
 
     Raises:
@@ -51,12 +51,12 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[Attenti
         return
     for group in attn_groups:
         builder: object = group.get_metadata_builder(0)
-        if isinstance(builder, SharesPrefixes) and builder.hindrance is not None:
+        if isinstance(builder, SharesAttentionPrefixes) and builder.hindrance is not None:
             raise ValueError(builder.hindrance)
-    stock = [group for group in attn_groups if not _shares(group.get_metadata_builder(0))]
+    stock = [group for group in attn_groups if not _shares_attention(group.get_metadata_builder(0))]
     if not stock:
         return
-    num_layers, backends = count_layers(stock)
+    num_layers, backends = count_attention_layers(stock)
     if len(stock) == len(attn_groups):
         raise ValueError(
             f'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
@@ -65,5 +65,5 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[Attenti
     logger.warning_once(HAS_NO_EFFECT, num_layers, backends)
 
 
-def _shares(builder: object) -> bool:
-    return isinstance(builder, SharesPrefixes) and builder.can_share
+def _shares_attention(builder: object) -> bool:
+    return isinstance(builder, SharesAttentionPrefixes) and builder.can_share

@@ -19,8 +19,18 @@ import vllm.envs as envs
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
-from vllm_trie.worker.attention.own_files import ForeignFileError, open_own, own_folder
-from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharedTokens, first_keys, tokens_of
+from vllm_trie.worker.attention.own_files import (
+    ForeignFileError,
+    open_own_attention_library,
+    own_attention_library_folder,
+)
+from vllm_trie.worker.attention.shared_rows import (
+    Scoring,
+    SharedAttentionTokens,
+    SharedRows,
+    first_attention_keys,
+    shared_attention_tokens,
+)
 
 logger = init_logger("vllm.trie_beam.attention")
 
@@ -58,7 +68,7 @@ class _Batch(ctypes.Structure):
     )
 
 
-class Plan:
+class CompiledAttentionPlan:
     """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
 
     Args:
@@ -67,7 +77,7 @@ class Plan:
         isa: vLLM's name of how the cache is laid out.
     """
 
-    def __init__(self, shared: SharedTokens, tables: torch.Tensor, isa: str = "vec") -> None:
+    def __init__(self, shared: SharedAttentionTokens, tables: torch.Tensor, isa: str = "vec") -> None:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
         assert not shared.unseen
@@ -111,17 +121,17 @@ class Plan:
         batch.query_stride, batch.output_stride = queries.stride(0), outputs.stride(0)
         batch.block_stride, batch.head_stride, batch.scale = block_stride, head_stride, scale
         if window not in self._firsts:
-            firsts = first_keys(self.shared, window)
+            firsts = first_attention_keys(self.shared, window)
             self._firsts[window] = firsts, firsts.ctypes.data
         _, batch.firsts = self._firsts[window]
         batch.soft_cap, batch.sinks = soft_cap, None if sinks is None else sinks.data_ptr()
         batch.block_size, batch.head_size = block_size, head_size
         batch.num_heads, batch.num_kv_heads = num_heads, num_kv_heads
-        kernel(MATRICES[self._isa, kv_cache.dtype])(ctypes.byref(batch))
+        compiled_attention(MATRICES[self._isa, kv_cache.dtype])(ctypes.byref(batch))
 
 
 @cache
-def check(
+def check_compiled_attention(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, isa: str = "vec"
 ) -> None:
     """Compare the kernel with vLLM's own on a small cache that vLLM has written.
@@ -143,7 +153,9 @@ def check(
     lengths = torch.arange(num_rows, dtype=torch.int32) + num_shared * block_size + 1
     starts, scale = torch.arange(num_rows + 1, dtype=torch.int32), head_size**-0.5
     rows = SharedRows(np.arange(num_rows), num_shared * block_size)
-    plan = Plan(tokens_of([rows], starts.numpy(), lengths.numpy(), block_size), tables, isa)
+    plan = CompiledAttentionPlan(
+        shared_attention_tokens([rows], starts.numpy(), lengths.numpy(), block_size), tables, isa
+    )
     of_heads = num_rows, num_heads, num_kv_heads, head_size
     schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, dtype, starts, True, -1, isa, True)
     for window, soft_cap, sinks in ((-1, 0.0, None), (block_size + 5, 2.0, torch.linspace(-1, 1, num_heads))):
@@ -156,7 +168,7 @@ def check(
 
 
 @cache
-def kernel(matrix: str) -> Callable[[Any], None]:
+def compiled_attention(matrix: str) -> Callable[[Any], None]:
     """The function, compiled for one of `MATRICES`.
 
     Raises:
@@ -165,58 +177,60 @@ def kernel(matrix: str) -> Callable[[Any], None]:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise CompilerError(f"there is no kernel for {platform.machine()}")
     flags = *FLAGS, f"-DMATRIX={matrix}"
-    descriptor = _open(_library(flags), flags)
+    descriptor = _open_attention_library(_attention_library(flags), flags)
     # The descriptor stays open, as the loader knows libraries by their paths. It finds the OpenMP runtime of torch.
     try:
         function = ctypes.CDLL(f"/proc/self/fd/{descriptor}").attend_to_shared_prefixes
     except OSError as error:
-        raise CompilerError(f"the kernel that {_compiler()} made cannot be loaded: {error}") from error
+        raise CompilerError(f"the kernel that {_attention_compiler()} made cannot be loaded: {error}") from error
     function.argtypes, function.restype = [ctypes.c_void_p], None
     return function
 
 
-def _open(library: Path, flags: tuple[str, ...]) -> int:
+def _open_attention_library(library: Path, flags: tuple[str, ...]) -> int:
     """A descriptor of the library. It is compiled if there is none, or one that others may have written."""
     try:
-        own_folder(library.parent)
+        own_attention_library_folder(library.parent)
         try:
-            descriptor = open_own(library)
+            descriptor = open_own_attention_library(library)
         except ForeignFileError as error:
             logger.warning("The attention kernel is compiled anew: %s", error)
             descriptor = None
         if descriptor is None:
-            _compile(library, flags)
-            descriptor = open_own(library)
+            _compile_attention(library, flags)
+            descriptor = open_own_attention_library(library)
     except ForeignFileError as error:
         raise CompilerError(f"{error}; set VLLM_CACHE_ROOT to a folder of your own") from error
     except OSError as error:
-        raise CompilerError(f"{_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
+        raise CompilerError(f"{_attention_library_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
     assert descriptor is not None, f"{library} was removed as soon as it was compiled"
     return descriptor
 
 
-def _compiler() -> str:
+def _attention_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
 @cache
-def _library(flags: tuple[str, ...]) -> Path:
+def _attention_library(flags: tuple[str, ...]) -> Path:
     """Where it lies: named for all that it depends on."""
     try:
-        version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+        version = subprocess.run([_attention_compiler(), "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise CompilerError(f"its kernel is compiled at the start, and {_compiler()} does not run: {error}") from error
+        raise CompilerError(
+            f"its kernel is compiled at the start, and {_attention_compiler()} does not run: {error}"
+        ) from error
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     made_of = [SOURCE.read_bytes(), version, *(line.encode() for line in sorted(set(cpu))), *map(str.encode, flags)]
     name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    return _folder() / f"shared_prefix-{name}.so"
+    return _attention_library_folder() / f"shared_prefix-{name}.so"
 
 
-def _folder() -> Path:
+def _attention_library_folder() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "trie_beam"
 
 
-def _compile(library: Path, flags: tuple[str, ...]) -> None:
+def _compile_attention(library: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may compile it, too
         compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         # -fopenmp is for the compiler alone: the linker would bring in a second runtime beside torch's.
@@ -224,9 +238,9 @@ def _compile(library: Path, flags: tuple[str, ...]) -> None:
             [*flags, "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), "-o", str(linked)],
         ):
-            done = subprocess.run([_compiler(), *command], capture_output=True, text=True)
+            done = subprocess.run([_attention_compiler(), *command], capture_output=True, text=True)
             if done.returncode:
                 why = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
-                raise CompilerError(f"{_compiler()} does not compile its kernel: {why}")
+                raise CompilerError(f"{_attention_compiler()} does not compile its kernel: {why}")
         linked.chmod(0o755)  # whatever the umask
         linked.rename(library)

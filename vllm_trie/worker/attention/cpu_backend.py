@@ -1,6 +1,6 @@
 """vLLM's CPU attention backend, whose layers read shared blocks once where that pays.
 
-`use_shared_prefixes` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of its
+`use_cpu_attention_backend` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of its
 layers which rows share what; a builder that cannot use it, as one that cannot at all, leaves everything to vLLM.
 """
 
@@ -26,9 +26,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import has_beams, plugin_config_of
 from vllm_trie.worker.attention import compiled
-from vllm_trie.worker.attention.compiled import Plan
-from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, tokens_of
-from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_of_decoder, others_than, replace_backend
+from vllm_trie.worker.attention.compiled import CompiledAttentionPlan
+from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes, shared_attention_tokens
+from vllm_trie.worker.attention.split_batch import (
+    AttendsApart,
+    SetApart,
+    attention_rows_other_than,
+    is_decoder_attention,
+    replace_attention_backend,
+)
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
@@ -36,23 +42,23 @@ logger = init_logger("vllm.trie_beam.attention")
 WITHOUT_KERNEL = "Attention reads shared blocks once for each row, as vLLM does, and takes no trees of drafts: %s"
 
 
-def use_shared_prefixes() -> None:
+def use_cpu_attention_backend() -> None:
     """Let engines of this process find this backend where they look for CPU_ATTN."""
-    replace_backend(AttentionBackendEnum.CPU_ATTN, SharedPrefixBackend)
+    replace_attention_backend(AttentionBackendEnum.CPU_ATTN, SharedPrefixAttentionBackend)
 
 
 @dataclass
-class SharedPrefixMetadata(SetApart, CPUAttentionMetadata):
+class SharedPrefixAttentionMetadata(SetApart, CPUAttentionMetadata):
     """A step in which rows share blocks."""
 
 
-class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
+class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadataBuilder):
     """Sets the rows apart that share blocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # vLLM derives builders from this one: for cross-attention, and for batches that are not the runner's.
-        self._is_ours = type(self) is SharedPrefixBuilder or self.is_cross_attention
+        self._is_ours = type(self) is SharedPrefixAttentionBuilder or self.is_cross_attention
         self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
         self.can_share = self.option != "off" and self._is_computed
 
@@ -66,13 +72,15 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         if not (self._is_ours and has_beams(self.vllm_config)):
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        is_known_kind = all(is_of_decoder(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
+        is_known_kind = all(
+            is_decoder_attention(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values()
+        )
         is_known_shape = (self.isa, self.dtype) in compiled.MATRICES and self.head_dim % compiled.HEAD_SIZES == 0
         if not (is_known_kind and is_known_shape):
             return False
         try:
             heads = self.num_heads, self.num_kv_heads, self.head_dim
-            compiled.check(*heads, self.block_size, self.dtype, self.isa)
+            compiled.check_compiled_attention(*heads, self.block_size, self.dtype, self.isa)
         except compiled.CompilerError as error:
             if self.option == "on":
                 raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
@@ -81,7 +89,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         return True
 
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
-        """See `SharesPrefixes`."""
+        """See `SharesAttentionPrefixes`."""
         return [self._takes(*of_group) for of_group in sharing]
 
     def _takes(self, num_rows: int, num_shared: int) -> bool:
@@ -90,10 +98,10 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself
         heads = self.num_heads // self.num_kv_heads
         num_shared = min(num_shared, self.window_size) if self.window_size > 0 else num_shared
-        return self.can_share and was_measured and pays(num_rows, num_shared, heads, self.dtype)
+        return self.can_share and was_measured and shared_attention_pays(num_rows, num_shared, heads, self.dtype)
 
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
-        """See `SharesPrefixes`; shared_prefix.cpp says how blocks are laid out."""
+        """See `SharesAttentionPrefixes`; shared_prefix.cpp says how blocks are laid out."""
         blocks, heads, block_size, of_both = kv_cache.shape
         size = of_both // 2
         keys, values = kv_cache.flatten(2).view(blocks, heads, 2, -1).unbind(2)
@@ -115,10 +123,10 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         if not self.can_share:
             groups = [rows._replace(num_shared=0) for rows in groups]
         of_rows = common.query_start_loc.numpy(), common.seq_lens.numpy()
-        shared = tokens_of(groups, *of_rows, self.block_size, sees_all=self.is_cross_attention)
+        shared = shared_attention_tokens(groups, *of_rows, self.block_size, sees_all=self.is_cross_attention)
         shared = shared.on_host()
-        others = others_than(shared.rows, common)
-        return SharedPrefixMetadata(
+        others = attention_rows_other_than(shared.rows, common)
+        return SharedPrefixAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
@@ -127,13 +135,13 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            plan=Plan(shared, common.block_table_tensor, self.isa),
+            plan=CompiledAttentionPlan(shared, common.block_table_tensor, self.isa),
             others=None if others is None else super().build(0, others.common, *args, **kwargs),
             other_tokens=None if others is None else others.tokens,
         )
 
 
-class SharedPrefixImpl(AttendsApart, CPUAttentionBackendImpl):
+class SharedPrefixAttentionImpl(AttendsApart, CPUAttentionBackendImpl):
     """Attention of rows that share blocks, and beside them of all others."""
 
     @property
@@ -143,16 +151,16 @@ class SharedPrefixImpl(AttendsApart, CPUAttentionBackendImpl):
         return Scoring(self.scale, window, self.logits_soft_cap, sinks)
 
 
-class SharedPrefixBackend(CPUAttentionBackend):
+class SharedPrefixAttentionBackend(CPUAttentionBackend):
     """Stands for CPU_ATTN."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return SharedPrefixImpl
+        return SharedPrefixAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return SharedPrefixBuilder
+        return SharedPrefixAttentionBuilder
 
 
 # From so many query heads per KV head on: rows, and tokens that they share, from which on it was measured to be faster,
@@ -161,7 +169,7 @@ PAYS_FROM = {1: (8, 64), 4: (16, 256)}
 PAYS_FROM_BY_TWO = {1: (8, 64)}  # where the kernel multiplies numbers of bfloat16 by two, as vLLM's does with AMX alone
 
 
-def pays(num_rows: int, num_shared: int, heads_per_kv_head: int, dtype: torch.dtype) -> bool:
+def shared_attention_pays(num_rows: int, num_shared: int, heads_per_kv_head: int, dtype: torch.dtype) -> bool:
     """Whether it is faster to read shared blocks once."""
     by_two = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     pays_from = PAYS_FROM_BY_TWO if by_two else PAYS_FROM

@@ -1,6 +1,6 @@
 """vLLM's FlashAttention backend, whose layers read shared blocks once where that pays.
 
-`use_shared_prefixes` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are.
+`use_gpu_attention_backend` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are.
 FlashAttention itself reads shared blocks, see `prefix_suffix`. Kernels of ours compute trees, and in steps with trees
 also what else shares blocks. Steps without such rows replay full CUDA graphs as ever, steps with them piecewise ones:
 attention is not in those.
@@ -31,39 +31,45 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import has_beams, plugin_config_of
-from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
+from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffixAttention
 from vllm_trie.worker.attention.shared_rows import (
     Scoring,
     SharedRows,
-    SharesPrefixes,
-    row_by_row,
-    token_by_token,
-    tokens_of,
+    SharesAttentionPrefixes,
+    attention_row_by_row,
+    attention_token_by_token,
+    shared_attention_tokens,
 )
-from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
-from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
+from vllm_trie.worker.attention.split_batch import (
+    AttendsApart,
+    SetApart,
+    attention_rows_other_than,
+    is_causal_attention,
+    replace_attention_backend,
+)
+from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, TritonAttentionPlan
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
 
-def use_shared_prefixes() -> None:
+def use_gpu_attention_backend() -> None:
     """Let engines of this process find this backend where they look for FLASH_ATTN."""
-    replace_backend(AttentionBackendEnum.FLASH_ATTN, SharedPrefixBackend)
+    replace_attention_backend(AttentionBackendEnum.FLASH_ATTN, SharedPrefixAttentionBackend)
 
 
 @dataclass
-class SharedPrefixMetadata(SetApart, FlashAttentionMetadata):
+class SharedPrefixAttentionMetadata(SetApart, FlashAttentionMetadata):
     """A step in which rows share blocks.
 
     Args:
         prefix_suffix: Attention of all rows by FlashAttention; None where kernels of ours compute those set apart.
     """
 
-    prefix_suffix: PrefixSuffix | None = None
+    prefix_suffix: PrefixSuffixAttention | None = None
 
 
-class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
+class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetadataBuilder):
     """Sets the rows apart that share blocks.
 
     What depends on CUDA graphs is asked for later: vLLM chooses their mode once it has all builders.
@@ -72,17 +78,17 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
-        self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixBuilder
+        self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixAttentionBuilder
         self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
 
     @cached_property
     def can_share(self) -> bool:  # type: ignore[override]
-        """See `SharesPrefixes`."""
+        """See `SharesAttentionPrefixes`."""
         return self.option != "off" and (self.splits or self.takes_trees)
 
     @property
     def hindrance(self) -> str | None:  # type: ignore[override]
-        """See `SharesPrefixes`."""
+        """See `SharesAttentionPrefixes`."""
         if not (self._is_for_beams and self._has_mixed_graphs):
             return None
         return (
@@ -101,10 +107,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         return HOST_US_WITHOUT_GRAPHS if has_no_parts else HOST_US
 
     @cached_property
-    def _layers(self) -> list[SharedPrefixImpl]:
+    def _layers(self) -> list[SharedPrefixAttentionImpl]:
         """What computes the layers of this builder, if it is known of all of them how they weigh keys."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        known = [layer.impl for layer in layers.values() if is_causal(layer.impl)]
+        known = [layer.impl for layer in layers.values() if is_causal_attention(layer.impl)]
         is_known = (
             self._is_for_beams
             and len(known) == len(layers)
@@ -133,10 +139,12 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         )
 
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
-        """See `SharesPrefixes`."""
+        """See `SharesAttentionPrefixes`."""
         bytes_per_token = self.kv_cache_spec.page_size_bytes // self.block_size
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
-        pays_off = self.option == "on" or (self.splits and pays(again, self.layer_bytes, self._host_us))
+        pays_off = self.option == "on" or (
+            self.splits and shared_attention_pays(again, self.layer_bytes, self._host_us)
+        )
         return [self.can_share and pays_off and num_shared > 0 for _, num_shared in sharing]
 
     def _is_apart(self, group: SharedRows) -> bool:
@@ -149,7 +157,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         return self.option != "on" and nodes * (self.num_heads_q // self.num_heads_kv) >= TILE
 
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
-        """See `SharesPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
+        """See `SharesAttentionPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
         return [ByToken(kv_cache.transpose(1, 2), kv_cache.shape[2:3])]
 
     def build(
@@ -163,31 +171,42 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         has_trees = any(rows.trees is not None for rows in groups)
         if self.splits and not has_trees:
             stock = super().build(common_prefix_len, common, fast_build=True)  # windows alone read it
-            return SharedPrefixMetadata(**_fields(stock), prefix_suffix=PrefixSuffix(groups, common, self.block_size))
-        groups = [part for group in groups for part in (row_by_row([group]) if self._is_apart(group) else [group])]
+            return SharedPrefixAttentionMetadata(
+                **_attention_metadata_fields(stock),
+                prefix_suffix=PrefixSuffixAttention(groups, common, self.block_size),
+            )
+        groups = [
+            part for group in groups for part in (attention_row_by_row([group]) if self._is_apart(group) else [group])
+        ]
         bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
-        shared = tokens_of(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
+        shared = shared_attention_tokens(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
         if shared.unseen and not self.can_share:
-            shared = token_by_token(shared, self.block_size)
+            shared = attention_token_by_token(shared, self.block_size)
         behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)
         rows = async_tensor_h2d(shared.rows, device=self.device, dtype=torch.int64)
-        plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))
-        others = others_than(shared.rows, common)
+        plan = TritonAttentionPlan(
+            shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv)
+        )
+        others = attention_rows_other_than(shared.rows, common)
         if others is None:  # nothing but its fields is read, and there may be more rows than requests
             stock = super().build(common_prefix_len, common, fast_build=True)
         else:
             stock = super().build(common_prefix_len, others.common, *args, **kwargs)
-        batch = _fields(stock) | {name: getattr(common, name) for name in OF_BATCH} | {"block_table": tables}
+        batch = (
+            _attention_metadata_fields(stock)
+            | {name: getattr(common, name) for name in OF_BATCH}
+            | {"block_table": tables}
+        )
         if others is None:
-            return SharedPrefixMetadata(**batch, plan=plan)
-        return SharedPrefixMetadata(**batch, plan=plan, others=stock, other_tokens=others.tokens)
+            return SharedPrefixAttentionMetadata(**batch, plan=plan)
+        return SharedPrefixAttentionMetadata(**batch, plan=plan, others=stock, other_tokens=others.tokens)
 
 
-def _fields(metadata: FlashAttentionMetadata) -> dict[str, Any]:
+def _attention_metadata_fields(metadata: FlashAttentionMetadata) -> dict[str, Any]:
     return {field.name: getattr(metadata, field.name) for field in fields(metadata)}
 
 
-class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
+class SharedPrefixAttentionImpl(AttendsApart, FlashAttentionImpl):
     """Attention of rows that share blocks, and beside them of all others."""
 
     @property
@@ -215,16 +234,16 @@ class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
         return True
 
 
-class SharedPrefixBackend(FlashAttentionBackend):
+class SharedPrefixAttentionBackend(FlashAttentionBackend):
     """Stands for FLASH_ATTN."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return SharedPrefixImpl
+        return SharedPrefixAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return SharedPrefixBuilder
+        return SharedPrefixAttentionBuilder
 
 
 # A model of what a layer takes on an H200, fitted to docs/results/gpu.md: bytes that it reads per microsecond, of
@@ -234,7 +253,7 @@ WEIGHTS_PER_US, AGAIN_PER_US, HOST_US, HOST_US_WITHOUT_GRAPHS = 4_000_000, 6_000
 LEAST_READ_AGAIN = 1 << 27  # of less, two calls and a merge take the device longer than one call
 
 
-def pays(read_again: int, layer_bytes: int, host_us: int = HOST_US) -> bool:
+def shared_attention_pays(read_again: int, layer_bytes: int, host_us: int = HOST_US) -> bool:
     """Whether it is faster to read shared blocks once.
 
     A step with shared blocks replays no full graph: the host launches each layer's attention, two calls and a merge.

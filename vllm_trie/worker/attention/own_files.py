@@ -17,7 +17,7 @@ class ForeignFileError(RuntimeError):
     """Others may have written this; says why."""
 
 
-def own_folder(folder: Path) -> None:
+def own_attention_library_folder(folder: Path) -> None:
     """Make a folder, if there is none, into which others cannot write; let none of others write into one's own.
 
     Raises:
@@ -31,10 +31,10 @@ def own_folder(folder: Path) -> None:
     if status.st_uid == os.geteuid() and status.st_mode & OTHERS_WRITE:
         folder.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
         status = folder.lstat()
-    _refuse_foreign(folder, status)
+    _refuse_foreign_attention_library(folder, status)
 
 
-def open_own(file: Path) -> int | None:
+def open_own_attention_library(file: Path) -> int | None:
     """A descriptor of what is in a file, None if there is none. What it reads cannot be replaced meanwhile.
 
     Raises:
@@ -48,14 +48,14 @@ def open_own(file: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        _refuse_foreign(file, os.fstat(descriptor))
+        _refuse_foreign_attention_library(file, os.fstat(descriptor))
     except ForeignFileError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _refuse_foreign(path: Path, status: os.stat_result) -> None:
+def _refuse_foreign_attention_library(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), ROOT):
         raise ForeignFileError(f"{path} belongs to user {status.st_uid}, not to the one who runs this ({os.geteuid()})")
     if status.st_mode & OTHERS_WRITE:

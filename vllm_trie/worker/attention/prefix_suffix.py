@@ -57,7 +57,7 @@ class Layer(NamedTuple):
     fa_version: int | None
 
 
-class _Rows(NamedTuple):
+class _AttentionRows(NamedTuple):
     """The rows of one call."""
 
     starts: torch.Tensor  # [rows + 1] int32, of their queries
@@ -78,7 +78,7 @@ class _Rows(NamedTuple):
         }
 
 
-class PrefixSuffix:
+class PrefixSuffixAttention:
     """Attention of a batch in one step; whatever is the same in all layers is prepared once, in one upload.
 
     Args:
@@ -91,7 +91,7 @@ class PrefixSuffix:
         assert batch.seq_lens_cpu_upper_bound is not None
         bounds, query_starts = batch.seq_lens_cpu_upper_bound.numpy(), batch.query_start_loc_cpu.numpy()
         tables = batch.block_table_tensor
-        of_row, shared = shared_by_row(groups, bounds - np.diff(query_starts), block_size)
+        of_row, shared = shared_attention_by_row(groups, bounds - np.diff(query_starts), block_size)
         first_rows = np.append(True, of_row[1:] != of_row[:-1]).nonzero()[0]
         starts = np.append(query_starts[first_rows], query_starts[-1])
         lengths = shared[first_rows]
@@ -100,7 +100,7 @@ class PrefixSuffix:
         on_device, prefix_starts, prefix_lengths, at = torch.split(packed, [*map(len, parts)])
         most_shared = max(int(lengths.max()), block_size)
         self._num_tokens, self.most_keys = batch.num_actual_tokens, int(bounds.max())
-        self._prefix = _Rows(
+        self._prefix = _AttentionRows(
             prefix_starts,
             int(np.diff(starts).max()),
             prefix_lengths,
@@ -110,7 +110,9 @@ class PrefixSuffix:
         most_own = int((bounds - shared).max())
         columns = (on_device // block_size)[:, None] + numbers(-(-most_own // block_size), tables.device)
         own = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
-        self._suffix = _Rows(batch.query_start_loc, batch.max_query_len, batch.seq_lens - on_device, most_own, own)
+        self._suffix = _AttentionRows(
+            batch.query_start_loc, batch.max_query_len, batch.seq_lens - on_device, most_own, own
+        )
 
     def computes(self, window: int | None) -> bool:
         """Whether a layer's window hides nothing in this batch: what all see alike is one matrix product."""
@@ -138,7 +140,7 @@ class PrefixSuffix:
         calls.merge(outputs, prefix, prefix_log, suffix, suffix_log)
 
 
-def shared_by_row(
+def shared_attention_by_row(
     groups: Sequence[SharedRows], num_before: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """[R] each: which group a row is of, or -1, and how many of its first tokens lie in blocks of all of that group.

@@ -26,7 +26,7 @@ class RowTrees(NamedTuple):
 
     start: int  # where in the cache the trees begin: as many tokens of each row come before them
     # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: of all tokens that
-    # the rows compute [tokens, words] int64, as `SharedTokens` has it.
+    # the rows compute [tokens, words] int64, as `SharedAttentionTokens` has it.
     sees: list[np.ndarray] | torch.Tensor
     # Where the device alone knows that, too, of these tokens: [tokens] int32, in which of the batch's rows each lies,
     # and how many tokens of that row it sees, those that the tree hides from it counted. Else each row has its own.
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
     heads: tuple[int, int]  # query heads, and KV heads
 
 
-class SharesPrefixes(RestsWithoutBeams, ABC):
+class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
     """A builder of attention metadata for layers that may make use of such rows. It rests while there are none."""
 
     hooks = ("build",)
@@ -92,12 +92,12 @@ class SharesPrefixes(RestsWithoutBeams, ABC):
 class UnseenTokens(NamedTuple):
     """Some tokens of trees, of which the device alone knows where they lie; n of them."""
 
-    tokens: slice  # among the N of `SharedTokens`
+    tokens: slice  # among the N of `SharedAttentionTokens`
     rows: torch.Tensor  # [n] int32, as there
     lengths: torch.Tensor  # [n] int32, likewise
 
 
-class SharedTokens(NamedTuple):
+class SharedAttentionTokens(NamedTuple):
     """The tokens that such rows compute, one group after the other; N of them in G groups."""
 
     places: np.ndarray  # [N] int32, of each token in the batch
@@ -110,7 +110,7 @@ class SharedTokens(NamedTuple):
     trees: np.ndarray | torch.Tensor
     unseen: Sequence[UnseenTokens] = ()  # of these, `rows` are those that compute them, and `lengths` say nothing
 
-    def on_host(self) -> SharedTokens:
+    def on_host(self) -> SharedAttentionTokens:
         """The same, where a look at what the device knows costs nothing."""
         rows, lengths = self.rows.copy(), self.lengths.copy()
         for tokens, of_rows, of_lengths in self.unseen:
@@ -119,13 +119,13 @@ class SharedTokens(NamedTuple):
         return self._replace(rows=rows, lengths=lengths, trees=trees, unseen=())
 
 
-def token_by_token(shared: SharedTokens, block_size: int) -> SharedTokens:
+def attention_token_by_token(shared: SharedAttentionTokens, block_size: int) -> SharedAttentionTokens:
     """Each token of trees as a group of its own, which shares with nobody what comes before its tree."""
     num_shared = shared.tree_starts // block_size * block_size
     return shared._replace(starts=np.arange(len(shared.rows) + 1, dtype=np.int32), num_shared=num_shared)
 
 
-def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
+def attention_row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
     """Each row of groups that compute trees as a group of its own, whose tokens share what comes before the tree."""
     found = []
     for places, _, trees in groups:
@@ -135,9 +135,9 @@ def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
     return found
 
 
-def tokens_of(
+def shared_attention_tokens(
     groups: Sequence[SharedRows], query_starts: np.ndarray, lengths: np.ndarray, block_size: int, sees_all: bool = False
-) -> SharedTokens:
+) -> SharedAttentionTokens:
     """Lay out what the rows of groups compute.
 
     Args:
@@ -160,42 +160,42 @@ def tokens_of(
         in_tree = np.repeat([group.trees is not None for group in groups], per_group)
         start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
         tree_starts = np.where(in_tree, start_of_tree, seen)
-        trees = _words([group.trees for group in groups], per_group)
+        trees = _attention_mask_words([group.trees for group in groups], per_group)
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
-    return SharedTokens(
+    return SharedAttentionTokens(
         *(spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
-        [*_unseen(groups, starts.tolist())],
+        [*_unseen_attention_tokens(groups, starts.tolist())],
     )
 
 
-def _unseen(groups: Sequence[SharedRows], starts: Sequence[int]) -> Iterator[UnseenTokens]:
+def _unseen_attention_tokens(groups: Sequence[SharedRows], starts: Sequence[int]) -> Iterator[UnseenTokens]:
     for (_, _, trees), first, end in zip(groups, starts[:-1], starts[1:], strict=True):
         if trees is not None and trees.rows is not None:
             assert trees.ends is not None
             yield UnseenTokens(slice(first, end), trees.rows, trees.ends)
 
 
-def _words(of_groups: Sequence[RowTrees | None], per_group: np.ndarray) -> np.ndarray | torch.Tensor:
+def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.ndarray) -> np.ndarray | torch.Tensor:
     """[N, words] int64 what tokens see of trees; `per_group`: tokens of each group. On the device, if it knows any."""
     parts = list[np.ndarray | torch.Tensor]()
     for trees, count in zip(of_groups, per_group.tolist(), strict=True):
         if trees is None:
             parts.append(np.zeros((count, 1), dtype=np.int64))
         else:
-            parts.append(trees.sees if isinstance(trees.sees, torch.Tensor) else pack(trees.sees))
+            parts.append(trees.sees if isinstance(trees.sees, torch.Tensor) else pack_attention_masks(trees.sees))
     num_words = max(part.shape[1] for part in parts)
     there = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-    padded = [_padded(part, num_words) for part in parts]
+    padded = [_padded_attention_masks(part, num_words) for part in parts]
     if there is None:
         return np.concatenate(padded)
     on_device = [part if isinstance(part, torch.Tensor) else uploaded(part, there) for part in padded]
     return on_device[0] if len(on_device) == 1 else torch.cat(on_device)
 
 
-def _padded(words: Any, num_words: int) -> Any:
+def _padded_attention_masks(words: Any, num_words: int) -> Any:
     """Masks [n, words], an array or a tensor, with so many words, of which the last ones are zeros."""
     missing = num_words - words.shape[1]
     if not missing:
@@ -203,7 +203,7 @@ def _padded(words: Any, num_words: int) -> Any:
     return pad(words, (0, missing)) if isinstance(words, torch.Tensor) else np.pad(words, ((0, 0), (0, missing)))
 
 
-def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
+def pack_attention_masks(masks: Sequence[np.ndarray]) -> np.ndarray:
     """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest] int64."""
     num_words = -(-max(mask.shape[1] for mask in masks) // WORD)
     bits, at = np.zeros((sum(map(len, masks)), num_words * WORD), dtype=bool), 0
@@ -213,7 +213,7 @@ def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view(np.int64)
 
 
-def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
+def first_attention_keys(shared: SharedAttentionTokens, window: int | None) -> np.ndarray:
     """[N] int32, the first key that each token sees, if it sees so many positions, its own included; None: all.
 
     In a tree the positions of its ancestors come before a token's own, wherever in the cache they are.
@@ -229,11 +229,11 @@ def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
     return np.maximum(first, 0).astype(np.int32)
 
 
-def first_keys_there(trees: torch.Tensor, tree_starts: torch.Tensor, window: int) -> torch.Tensor:
+def device_first_attention_keys(trees: torch.Tensor, tree_starts: torch.Tensor, window: int) -> torch.Tensor:
     """The same, [N] int32 on the device, where it alone knows the trees.
 
     Args:
-        trees: As `SharedTokens` has them.
+        trees: As `SharedAttentionTokens` has them.
         tree_starts: [N] int32, likewise, on the device.
         window: Positions that each token sees.
     """

@@ -15,7 +15,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm_trie.worker.attention.shared_rows import Scoring
 
 
-def replace_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
+def replace_attention_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
     """Let engines of this process find a backend of ours where they look for one of vLLM's."""
     register_backend(stock, f"{backend.__module__}.{backend.__qualname__}")
     _cached_get_attn_backend.cache_clear()
@@ -28,7 +28,7 @@ class OtherRows(NamedTuple):
     tokens: torch.Tensor  # [M] int64 on the device, where in the batch their tokens are
 
 
-def others_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows | None:
+def attention_rows_other_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows | None:
     """What is left of a batch; None if nothing is.
 
     Args:
@@ -63,7 +63,7 @@ def others_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows 
     return OtherRows(of_others, tokens)
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """Attention of the rows that share blocks, as it was laid out for one step."""
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
@@ -81,7 +81,7 @@ class SetApart:
         other_tokens: [M] int64, where in the batch their tokens are.
     """
 
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     others: Any | None = None
     other_tokens: torch.Tensor | None = None
 
@@ -128,12 +128,12 @@ class AttendsApart:
         return output
 
 
-def is_causal(impl: Any) -> bool:
+def is_causal_attention(impl: Any) -> bool:
     """Whether a layer's attention is of a kind that our kernels compute: causal, by products of queries and keys."""
-    return is_of_decoder(impl) and impl.attn_type == AttentionType.DECODER
+    return is_decoder_attention(impl) and impl.attn_type == AttentionType.DECODER
 
 
-def is_of_decoder(impl: Any) -> bool:
+def is_decoder_attention(impl: Any) -> bool:
     """The same, or the attention of a decoder to what an encoder made."""
     known = AttentionType.DECODER, AttentionType.ENCODER_DECODER
     return isinstance(impl, AttendsApart) and impl.attn_type in known and impl.alibi_slopes is None

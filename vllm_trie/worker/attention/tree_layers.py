@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, TokenStates
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ TAKES_NO_TREES = (
 )
 
 
-def attention_of(runner: GPUModelRunner) -> list[list[AttentionGroup]]:
+def attention_layers_of(runner: GPUModelRunner) -> list[list[AttentionGroup]]:
     """By KV cache group: vLLM's groups of layers of the target, and of its draft model if there is one."""
     of_models = [runner.attn_groups]
     if isinstance(runner.speculator, DraftModelSpeculator):
@@ -33,43 +33,47 @@ def attention_of(runner: GPUModelRunner) -> list[list[AttentionGroup]]:
     return [[*chain(*of_number)] for of_number in zip(*of_models, strict=True)]
 
 
-def takes_trees(runner: GPUModelRunner) -> bool:
+def attention_takes_trees(runner: GPUModelRunner) -> bool:
     """Whether attention of all layers takes trees; if not, the log says which do not."""
-    stock = [group for group in chain(*attention_of(runner)) if not _takes(group.get_metadata_builder(0))]
+    stock = [
+        group
+        for group in chain(*attention_layers_of(runner))
+        if not _attention_builder_takes_trees(group.get_metadata_builder(0))
+    ]
     if stock:
-        logger.warning_once(TAKES_NO_TREES, *count_layers(stock))
+        logger.warning_once(TAKES_NO_TREES, *count_attention_layers(stock))
     return not stock
 
 
-def kv_slots(runner: GPUModelRunner, beside: TokenStates | None = None) -> KVSlots:
+def attention_kv_slots(runner: GPUModelRunner, beside: TokenStates | None = None) -> KVSlots:
     """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others.
 
     Args:
         runner: vLLM's.
         beside: What lies beside them, if anything.
     """
-    parts = [_by_token(runner, attn_groups) for attn_groups in attention_of(runner)]
+    parts = [_attention_by_token(runner, attn_groups) for attn_groups in attention_layers_of(runner)]
     if beside is not None and (of_group := parts[beside.number]):
         of_group.append(beside.by_token)
     return KVSlots(parts)
 
 
-def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:
+def _attention_by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:
     parts = list[ByToken]()
     for attn_group in attn_groups:
         builder = attn_group.get_metadata_builder(0)
-        if not _takes(builder):
+        if not _attention_builder_takes_trees(builder):
             return []
         for name in attn_group.layer_names:
             parts += builder.by_token(runner.compilation_config.static_forward_context[name].kv_cache)
     return parts
 
 
-def count_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, str]:
+def count_attention_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, str]:
     """How many layers these are, and the names of their backends."""
     backends = {group.backend.get_name() for group in attn_groups}
     return sum(len(group.layer_names) for group in attn_groups), ", ".join(sorted(backends))
 
 
-def _takes(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesPrefixes]:
-    return isinstance(builder, SharesPrefixes) and builder.takes_trees
+def _attention_builder_takes_trees(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesAttentionPrefixes]:
+    return isinstance(builder, SharesAttentionPrefixes) and builder.takes_trees

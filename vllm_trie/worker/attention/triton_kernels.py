@@ -18,7 +18,14 @@ import triton.language as tl
 
 from vllm_trie.search import spans
 from vllm_trie.search.devices import uploaded
-from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys, first_keys_there
+from vllm_trie.worker.attention.shared_rows import (
+    WORD,
+    Layer,
+    Scoring,
+    SharedAttentionTokens,
+    device_first_attention_keys,
+    first_attention_keys,
+)
 from vllm_trie.worker.launches import next_power_of_2
 
 MOST_HEAD_SIZE = 256
@@ -31,7 +38,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 BITS = tl.constexpr(WORD)
 
 
-class Plan:
+class TritonAttentionPlan:
     """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
 
     Args:
@@ -42,7 +49,7 @@ class Plan:
     """
 
     def __init__(
-        self, shared: SharedTokens, lengths: torch.Tensor, tables: torch.Tensor, heads: tuple[int, int]
+        self, shared: SharedAttentionTokens, lengths: torch.Tensor, tables: torch.Tensor, heads: tuple[int, int]
     ) -> None:
         device, (num_heads, num_kv_heads) = tables.device, heads
         self.shared, self._lengths, self._tables = shared, lengths, tables
@@ -61,7 +68,7 @@ class Plan:
         for tokens, of_rows, of_lengths in shared.unseen:
             self._tokens[1, tokens], self._lengths[tokens] = of_rows, of_lengths
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
-        wanted = -(-2 * _num_processors(device) // programs)
+        wanted = -(-2 * _num_attention_processors(device) // programs)
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
@@ -100,14 +107,14 @@ class Plan:
         }
         counts = self._num_parts, count, num_kv_heads
         seen = self._lengths, None if window is None else self._spans[window]
-        _attend_to_shared[self._tiles.shape[1], num_kv_heads, self._num_parts](
+        _attend_to_shared_kernel[self._tiles.shape[1], num_kv_heads, self._num_parts](
             *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], *seen, sums, logs, *counts),
             *scales,
             tile=TILE,
-            num_warps=warps_of_tile(head_size),
+            num_warps=warps_of_attention_tile(head_size),
             **of_both,
         )
-        _attend_to_own[count, num_kv_heads](
+        _attend_to_own_kernel[count, num_kv_heads](
             *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, *seen),
             *(self._trees, self._trees.shape[1], sums, logs, *counts, *scales, sinks),
             has_trees=self._has_trees,
@@ -121,21 +128,21 @@ class Plan:
         """[N] int32 on the device, for a window of so many positions."""
         if isinstance(self.shared.trees, torch.Tensor):
             tree_starts = torch.minimum(self._tokens[3], self._lengths)
-            return self._lengths - first_keys_there(self.shared.trees, tree_starts, window)
-        return uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
+            return self._lengths - device_first_attention_keys(self.shared.trees, tree_starts, window)
+        return uploaded(self.shared.lengths - first_attention_keys(self.shared, window), self._tables.device)
 
 
-def warps_of_tile(head_size: int) -> int:
+def warps_of_attention_tile(head_size: int) -> int:
     """Warps of a program of the first kernel: fewer would spill the sums of large heads on some GPUs."""
     return NUM_WARPS if head_size <= 128 else 2 * NUM_WARPS
 
 
-def _num_processors(device: torch.device) -> int:
+def _num_attention_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
-def _attend(
+def _attend_in_kernel(
     query, first_key, top, total, sums, start, end, tree_start, tree, cache, block_stride, token_stride, table, scale,
     soft_cap, has_tree: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
     keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr,
@@ -189,7 +196,7 @@ def _attend(
     do_not_specialize=["table_stride", "num_parts", "count", "num_kv_heads"],
     do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows", "lengths", "spans"],
 )
-def _attend_to_shared(
+def _attend_to_shared_kernel(
     queries, query_stride, cache, block_stride, head_stride, token_stride, tables, table_stride, first_tokens,
     end_tokens, num_shared, places, rows, lengths, spans, sums, logs, num_parts, count, num_kv_heads, scale, soft_cap,
     heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
@@ -232,7 +239,7 @@ def _attend_to_shared(
         first_key = tl.load(lengths + token, mask=is_query, other=0) - tl.load(spans + token, mask=is_query, other=0)
         first_seen = tl.min(tl.where(is_query, first_key, shared), axis=0)
         start = tl.maximum(start, first_seen)
-    top, total, sum_of_tile = _attend(
+    top, total, sum_of_tile = _attend_in_kernel(
         of_tile, first_key, top, total, sum_of_tile, start, end_key, shared, tables, cache + kv_head * head_stride,
         block_stride, token_stride, table, scale, soft_cap, False, head_size, padded_size, block_size, keys_at_a_time,
         has_window, has_soft_cap,
@@ -248,7 +255,7 @@ def _attend_to_shared(
     do_not_specialize=["table_stride", "num_words", "num_parts", "count", "num_kv_heads"],
     do_not_specialize_on_alignment=["places", "rows", "num_shared", "tree_starts", "lengths", "spans"],
 )
-def _attend_to_own(
+def _attend_to_own_kernel(
     queries, query_stride, outputs, output_stride, cache, block_stride, head_stride, token_stride, tables, table_stride,
     places, rows, num_shared, tree_starts, lengths, spans, trees, num_words, sums, logs, num_parts, count, num_kv_heads,
     scale, soft_cap, sinks, heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr,
@@ -298,7 +305,7 @@ def _attend_to_own(
     start, end = tl.load(num_shared + token), tl.load(lengths + token)
     if has_window:
         start = tl.maximum(start, end - tl.load(spans + token))
-    top, total, sum_of_token = _attend(
+    top, total, sum_of_token = _attend_in_kernel(
         of_token, query, top, total, sum_of_token, start, end, tl.load(tree_starts + token),
         trees + token.to(tl.int64) * num_words, cache + kv_head * head_stride, block_stride, token_stride,
         tables + tl.load(rows + token).to(tl.int64) * table_stride, scale, soft_cap, has_trees, head_size, padded_size,
@@ -308,18 +315,20 @@ def _attend_to_own(
     tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)
 
 
-def warm_up(layers: Iterable[Layer], has_trees: bool) -> None:
+def warm_up_attention(layers: Iterable[Layer], has_trees: bool) -> None:
     """Let each layer attend to one token, and where it may compute trees, to a tree of one."""
     for layer in layers:
         for has_tree in (False, True) if has_trees else (False,):
-            _attend_once(layer, has_tree)
+            _attend_once_to_warm_up(layer, has_tree)
 
 
-def _attend_once(layer: Layer, has_tree: bool) -> None:
+def _attend_once_to_warm_up(layer: Layer, has_tree: bool) -> None:
     none, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     tree_starts = none if has_tree else one
-    shared = SharedTokens(none, none, one, np.array([0, 1], np.int32), none, tree_starts, np.ones((1, 1), np.int64))
+    shared = SharedAttentionTokens(
+        none, none, one, np.array([0, 1], np.int32), none, tree_starts, np.ones((1, 1), np.int64)
+    )
     num_heads, head_size = layer.heads[0], layer.kv_cache.shape[3] // 2
     queries = layer.kv_cache.new_zeros(1, num_heads, head_size)
-    plan = Plan(shared, uploaded(one, queries.device), layer.table, layer.heads)
+    plan = TritonAttentionPlan(shared, uploaded(one, queries.device), layer.table, layer.heads)
     plan.attend(queries, torch.empty_like(queries), layer.kv_cache, layer.scoring)

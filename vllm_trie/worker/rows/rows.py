@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.devices import sees, uploaded_together
 from vllm_trie.worker import launches
-from vllm_trie.worker.attention.tree_layers import kv_slots
+from vllm_trie.worker.attention.tree_layers import attention_kv_slots
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
 from vllm_trie.worker.kv.moves import copy_kv_to_others
@@ -69,7 +69,7 @@ class Rows:
     @cached_property
     def kv_slots(self) -> KVSlots:
         """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
-        return kv_slots(self._runner, self.beside)
+        return attention_kv_slots(self._runner, self.beside)
 
     @cached_property
     def _parts_of_blocks(self) -> KVSlots | None:

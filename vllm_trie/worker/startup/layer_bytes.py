@@ -8,7 +8,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
 def tell_layer_bytes(runner: GPUModelRunner) -> None:
@@ -17,7 +17,7 @@ def tell_layer_bytes(runner: GPUModelRunner) -> None:
     num_bytes = layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
     for group in chain(*runner.attn_groups):
         builder: object = group.get_metadata_builder(0)
-        if isinstance(builder, SharesPrefixes):
+        if isinstance(builder, SharesAttentionPrefixes):
             builder.layer_bytes = num_bytes
 
 

@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm_trie.selection import most_plugin_beams, plugin_config_of
 from vllm_trie.speculative_config import config_has_memory_mode
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
-from vllm_trie.worker.attention.tree_layers import attention_of
+from vllm_trie.worker.attention.shared_rows import Layer, SharesAttentionPrefixes
+from vllm_trie.worker.attention.tree_layers import attention_layers_of
 from vllm_trie.worker.kernels import (
     KernelVariants,
     best,
@@ -64,7 +64,7 @@ def warm_up(runner: Any) -> None:
         module.warm_up_kernels(serving)
     copies.warm_up_kv_copies(tokens, rows.tables, rows.kv_blocks.segments)
     runner.speculation.warm_up(serving)
-    triton_kernels.warm_up(_layers(runner), has_trees=runner.speculation.takes_trees)
+    triton_kernels.warm_up_attention(_layers(runner), has_trees=runner.speculation.takes_trees)
 
 
 def _widest(vllm_config: VllmConfig) -> int:
@@ -93,7 +93,7 @@ def _logits(runner: Any) -> Iterator[torch.Tensor]:
 def _layers(runner: Any) -> Iterator[Layer]:
     """Those whose attention our kernels may compute, of the target and of its draft model."""
     tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
-    for table, attn_groups in zip(tables, attention_of(runner), strict=True):
+    for table, attn_groups in zip(tables, attention_layers_of(runner), strict=True):
         for attn_group in attn_groups:
             builder: Any = attn_group.get_metadata_builder(0)
             if _is_ours(builder):
@@ -103,4 +103,4 @@ def _layers(runner: Any) -> Iterator[Layer]:
 
 
 def _is_ours(builder: object) -> bool:
-    return isinstance(builder, SharesPrefixes) and builder.takes_trees
+    return isinstance(builder, SharesAttentionPrefixes) and builder.takes_trees
