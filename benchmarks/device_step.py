@@ -34,9 +34,9 @@ from vllm_trie.worker.kv.reorder import KVReorder, kv_rows_of_groups, reorder_kv
 from vllm_trie.worker.rows.catalogs import RowCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.rows.rows import Rows  # noqa: E402
-from vllm_trie.worker.select.by_kernels import by_kernels  # noqa: E402
+from vllm_trie.worker.select.by_kernels import select_by_kernels  # noqa: E402
 from vllm_trie.worker.select.select import Selector  # noqa: E402
-from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs  # noqa: E402
+from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs  # noqa: E402
 from vllm_trie.worker.step_context import StepContext  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
@@ -174,7 +174,7 @@ class DeviceStep:
         self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
         self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
         if self.device.type == "cuda":
-            self.selector.graphs = StepGraphs(self.device, self.logits.dtype, GraphCapture())
+            self.selector.graphs = SelectionGraphs(self.device, self.logits.dtype, SelectionGraphCapture())
         request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
         first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
         steps = {}
@@ -284,7 +284,10 @@ class DeviceStep:
         if self.rules.items is not None:
             beams = beams._replace(length=1)
         self.static_logits = logits
-        take, which = by_kernels(self.rules, beams, logits.shape[-1]), torch.arange(slots.size, device=self.device)
+        take, which = (
+            select_by_kernels(self.rules, beams, logits.shape[-1]),
+            torch.arange(slots.size, device=self.device),
+        )
         of_rows = KernelLogits.of(logits.flatten(0, 1), which, self.rules.stops)
         sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 

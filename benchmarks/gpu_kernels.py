@@ -25,7 +25,7 @@ from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
-from vllm_trie.worker.select.by_kernels import by_kernels
+from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 BLOCK_SIZE = 16
 WEIGHT_BYTES = 2 * 8_030_000_000  # of a Llama of 8B parameters, bfloat16
@@ -126,7 +126,7 @@ class Inputs:
     def take_by_kernels(self) -> Taken:
         """A step, as the runner takes it."""
         beams, logits = Beams(self.scores), KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
-        take = by_kernels(self.rules, beams, self.shape.vocab_size)
+        take = select_by_kernels(self.rules, beams, self.shape.vocab_size)
         assert take is not None
         return take(self.rules, logits, beams, self.places, self.sampled)
 

@@ -33,7 +33,7 @@ COLUMNS = (
 NOTE = (
     "`Selector.select` with its reorder, each step equal to torch's on the host, and without a wait; launches and "
     "copies by torch.profiler, time by events; a graph holds step, packing and reorder; host: to launch a step, and "
-    "the same where `StepGraphs` may hold it"
+    "the same where `SelectionGraphs` may hold it"
 )
 
 WIDE, WIDEST = 512, 2000  # beams

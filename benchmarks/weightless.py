@@ -40,10 +40,10 @@ from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
-from vllm_trie.worker.select.amateur import AmateurLogits
+from vllm_trie.worker.select.amateur import SelectionAmateurLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import Speculation
-from vllm_trie.worker.startup.widest_steps import most_rows_together
+from vllm_trie.worker.startup.widest_steps import most_rows_measured_together
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 NOWHERE = torch.device("meta")
@@ -200,7 +200,7 @@ def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
     return batch
 
 
-class Amateur(amateur.Amateur):
+class Amateur(amateur.SelectionAmateur):
     """A draft model, which is not ours to count.
 
     Args:
@@ -210,8 +210,8 @@ class Amateur(amateur.Amateur):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def logits(self, _: InputBatch, places: np.ndarray, read: np.ndarray) -> AmateurLogits:
-        return AmateurLogits(nowhere(len(places), self._vocab_size, dtype=torch.bfloat16), np.sort(places))
+    def logits(self, _: InputBatch, places: np.ndarray, read: np.ndarray) -> SelectionAmateurLogits:
+        return SelectionAmateurLogits(nowhere(len(places), self._vocab_size, dtype=torch.bfloat16), np.sort(places))
 
 
 class WeightlessStep:
@@ -252,7 +252,7 @@ class WeightlessStep:
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of_rows", lambda _: stop_strings):
-            self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_together(vocab_size))
+            self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_measured_together(vocab_size))
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)

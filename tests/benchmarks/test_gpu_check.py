@@ -27,7 +27,7 @@ from vllm_trie.search.step_result import Taken
 from vllm_trie.worker.attention.prefix_suffix import Calls
 from vllm_trie.worker.kernels import best
 from vllm_trie.worker.kv import copies
-from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def test_graphs_that_the_engine_keeps_are_checked_by_other_logits(
     capture: type[TakenAgain], failure: str | None
 ) -> None:
     step, twin = (gpu_steps.DeviceStep(gpu_steps.Shape("plain", 4), gpu_steps.SMALL, gpu_steps.HOST) for _ in range(2))
-    step.selector.graphs = StepGraphs(gpu_steps.HOST, step.logits.dtype, capture())
+    step.selector.graphs = SelectionGraphs(gpu_steps.HOST, step.logits.dtype, capture())
     with pytest.raises(AssertionError, match=failure) if failure else nullcontext():
         gpu_steps.check(step, twin)
 

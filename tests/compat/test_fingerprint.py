@@ -28,7 +28,7 @@ from vllm_trie.compat.fingerprint import (
 from vllm_trie.compat.patch import VLLMPatchError
 from vllm_trie.compat.sources import VLLMSources, installed_vllm, minor_vllm_version
 from vllm_trie.compat.syntax import vllm_body_digest, vllm_signature, vllm_signature_misfit
-from vllm_trie.worker.cpu.replace import replacements
+from vllm_trie.worker.cpu.replace import replacements_on_cpu
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 KV_CACHE = "vllm.v1.core.kv_cache_manager"
@@ -324,7 +324,7 @@ def test_every_piece_has_a_grade_and_names_fields_that_are_there() -> None:
 
 
 def test_every_replacement_on_a_cpu_is_listed() -> None:
-    ours = {target: f"replaced by {function.__module__}" for target, function in replacements().items()}
+    ours = {target: f"replaced by {function.__module__}" for target, function in replacements_on_cpu().items()}
     listed = touched_parts().values()
     assert ours == {piece.target: piece.how for piece in listed if piece.how.startswith("replaced by")}
     assert all(piece.is_for_cpu for piece in listed if ".worker.cpu." in piece.target)

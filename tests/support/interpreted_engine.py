@@ -28,7 +28,7 @@ from tests.support.taken_again import TakenAgain
 from tests.support.trained_pair import Answer, answer
 from vllm_trie import beam_params, search
 from vllm_trie.worker import launches
-from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.select.step_graphs import SelectionGraphs
 from vllm_trie.worker.startup import warm_up
 
 MAX_TOKENS = 5
@@ -72,8 +72,8 @@ def start(engine: Engine, variants: Variants) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     worker = engine.core.model_executor.driver_worker.worker
-    with patch.object(warm_up, "_layers", lambda _: ()), noted(variants, runs=False):
-        warm_up.warm_up(engine.runner)
+    with patch.object(warm_up, "_layers_at_startup", lambda _: ()), noted(variants, runs=False):
+        warm_up.warm_up_at_startup(engine.runner)
         engine.runner.speculation.warm_up_stock()
     with patch.object(torch.accelerator, "synchronize"), noted(variants, runs=True):
         warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
@@ -129,7 +129,7 @@ def served() -> Served:
     launched, new, found = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[Answer]]()
     with as_on_a_gpu():
         engine = start_pair(Engine)
-        engine.runner.selector.graphs = StepGraphs(engine.runner.device, engine.runner.dtype, graphs)
+        engine.runner.selector.graphs = SelectionGraphs(engine.runner.device, engine.runner.dtype, graphs)
         start(engine, warmed)
         with noted(variants, runs=True):
             for name, answers in serve(engine):

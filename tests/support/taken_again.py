@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from vllm_trie.search import devices
 from vllm_trie.search.step_result import Taken
-from vllm_trie.worker.select.step_graphs import GraphCapture
+from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
 
 
-class TakenAgain(GraphCapture):
+class TakenAgain(SelectionGraphCapture):
     """Replaying takes the step once more, and writes where the first one has.
 
     As a capture does, it leaves nothing there, and fails where something is uploaded. `count`: captures; `has_memory`:

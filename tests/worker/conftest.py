@@ -12,9 +12,9 @@ def interpreter() -> Iterator[Interpreter]:
     """vLLM's own kernels elsewhere, and ours in this process."""
     import vllm.v1.worker.cpu_worker  # noqa: F401  patches torch for a CPU
 
-    from vllm_trie.worker.cpu.replace import install
+    from vllm_trie.worker.cpu.replace import install_replacements_on_cpu
 
     interpreter = Interpreter()
-    install("drafts", "states")
+    install_replacements_on_cpu("drafts", "states")
     yield interpreter
     interpreter.close()

@@ -34,11 +34,11 @@ class BeamCPUWorker(TakesRowCatalogs, LeavesRoom, CPUWorker):
 
     def init_device(self, **kwargs: Any) -> None:
         if vllm_needs_cpu_kernels():
-            from vllm_trie.worker.cpu.replace import install
+            from vllm_trie.worker.cpu.replace import install_replacements_on_cpu
 
             config = self._config
             has = {"drafts": config.speculative_config is not None, "states": has_states_by_config(config.model_config)}
-            install(*(kind for kind, is_there in has.items() if is_there))
+            install_replacements_on_cpu(*(kind for kind, is_there in has.items() if is_there))
         use_cpu_attention_backend()
         with VLLMPatch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device(**kwargs)

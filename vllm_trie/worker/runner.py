@@ -49,7 +49,7 @@ from vllm_trie.worker.step_context import StepContext
 if TYPE_CHECKING:
     from vllm_trie.worker.pipeline import Stages
     from vllm_trie.worker.rank_check import RankCheck
-    from vllm_trie.worker.select.amateur import Amateur
+    from vllm_trie.worker.select.amateur import SelectionAmateur
 
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
 
@@ -77,7 +77,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.rows: Rows
         self.selector: Selector
         self.speculation = Speculation()
-        self.amateur: Amateur | None = None
+        self.amateur: SelectionAmateur | None = None
 
     @cached_property
     def _has_own_processors(self) -> bool:
@@ -102,11 +102,13 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         together = self.max_num_reqs
         if not sees(self.device):
             widest_steps = launches.for_gpus("startup.widest_steps")
-            together = widest_steps.most_rows_together(self.model_config.get_vocab_size())
+            together = widest_steps.most_rows_measured_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
         if launches.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             graphs = launches.for_gpus("select.step_graphs")
-            self.selector.graphs = graphs.StepGraphs(self.device, self.model_config.dtype, graphs.GraphCapture())
+            self.selector.graphs = graphs.SelectionGraphs(
+                self.device, self.model_config.dtype, graphs.SelectionGraphCapture()
+            )
         self.speculation.attach()
 
     def _make_what_few_need(self) -> None:
@@ -120,16 +122,16 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
             self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         if isinstance(self.speculator, StandaloneARSpeculator):
-            from vllm_trie.worker.select.amateur import Amateur
+            from vllm_trie.worker.select.amateur import SelectionAmateur
 
-            self.amateur = Amateur(self, self.speculator)
+            self.amateur = SelectionAmateur(self, self.speculator)
 
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_attention_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if launches.run_on(self.device):
-            launches.for_gpus("startup.layer_bytes").tell_layer_bytes(self)
-            launches.for_gpus("startup.plain_step_graphs").add_graphs_of_plain_steps(self.cudagraph_manager)
+            launches.for_gpus("startup.layer_bytes").tell_measured_layer_bytes(self)
+            launches.for_gpus("startup.plain_step_graphs").capture_plain_step_graphs(self.cudagraph_manager)
         if not is_profiling:
             self.speculation.begin()
 
@@ -148,8 +150,8 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         logits = self.model.compute_logits(hidden_states)
         self.speculation.take_memory()
         widest_steps = launches.for_gpus("startup.widest_steps")
-        num_heavy = widest_steps.most_heavy_rows(self.vllm_config)
-        widest_steps.take_widest_steps(logits, num_heavy, self.model_config.max_logprobs)
+        num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
+        widest_steps.take_widest_startup_steps(logits, num_heavy, self.model_config.max_logprobs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

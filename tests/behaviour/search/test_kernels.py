@@ -17,7 +17,7 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Taken
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import best, in_groups, items
-from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_searches_by_graphs_of_steps_find_what_they_find_without(
         return [*zip(hypotheses, [output.outputs[0].cumulative_logprob for output in outputs], strict=True)]
 
     expected, captures = found(slice(None)), TakenAgain()
-    monkeypatch.setattr(engine.runner.selector, "graphs", StepGraphs(torch.device("cpu"), torch.float32, captures))
+    monkeypatch.setattr(engine.runner.selector, "graphs", SelectionGraphs(torch.device("cpu"), torch.float32, captures))
     for order in (slice(None), slice(None, None, -1)):
         assert found(order) == expected
     assert captures.count == 3 * len(WIDTHS)  # the first step of each, the others, and the last one

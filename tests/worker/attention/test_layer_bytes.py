@@ -7,7 +7,7 @@ from torch import nn
 from vllm.model_executor.layers import vocab_parallel_embedding
 
 from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
-from vllm_trie.worker.startup.layer_bytes import layer_bytes
+from vllm_trie.worker.startup.layer_bytes import measure_layer_bytes
 
 
 class Embedding(vocab_parallel_embedding.VocabParallelEmbedding):
@@ -29,8 +29,8 @@ class Model(nn.Module):
 
 
 def test_bytes_are_those_of_weights_as_they_are_held() -> None:
-    assert layer_bytes(Model(), 2) == (8 * 16 * 4 + 8 * 16) // 2
-    assert layer_bytes(nn.Linear(4, 4, bias=False), 0) == 64, "a stage of a pipeline without layers"
+    assert measure_layer_bytes(Model(), 2) == (8 * 16 * 4 + 8 * 16) // 2
+    assert measure_layer_bytes(nn.Linear(4, 4, bias=False), 0) == 64, "a stage of a pipeline without layers"
 
 
 def test_builders_know_nothing_of_them_before() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
 from tests.support.interpreter import Interpreter
-from vllm_trie.worker.cpu.ngram import after_match
+from vllm_trie.worker.cpu.ngram import after_ngram_match_on_cpu
 
 pytestmark = pytest.mark.slow
 
@@ -70,5 +70,5 @@ def by_loop(tokens: list[int], shortest: int, longest: int) -> list[int]:
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 3))
 def test_the_longest_match_counts_then_the_latest(tokens: list[int], shortest: int, more: int) -> None:
-    found = after_match(np.array(tokens, np.int32), shortest, shortest + more)
+    found = after_ngram_match_on_cpu(np.array(tokens, np.int32), shortest, shortest + more)
     assert found.tolist() == by_loop(tokens, shortest, shortest + more)

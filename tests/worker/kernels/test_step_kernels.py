@@ -30,7 +30,7 @@ from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import columns
 from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.select.by_kernels import by_kernels
+from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class Problem:
 
     def by_kernels(self) -> tuple[Taken, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
-        take = by_kernels(self.rules, self.beams, self.shape[2])
+        take = select_by_kernels(self.rules, self.beams, self.shape[2])
         assert take is not None
         return take(self.rules, self.logits, self.beams, self.places, sampled), sampled
 

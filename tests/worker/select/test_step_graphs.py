@@ -31,7 +31,7 @@ from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
-from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs
+from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
 from vllm_trie.worker.speculation import Speculation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +44,7 @@ class Counted(TakenAgain):
 
     def __init__(self) -> None:
         super().__init__()
-        self._capture = GraphCapture() if DEVICE.type == "cuda" else super().__call__
+        self._capture = SelectionGraphCapture() if DEVICE.type == "cuda" else super().__call__
 
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
         self.count += DEVICE.type == "cuda"
@@ -59,7 +59,7 @@ def by_kernels() -> Iterator[None]:
 
 def step_with_graphs(shape: Shape) -> tuple[DeviceStep, Counted]:
     step, captures = DeviceStep(shape, SIZES, DEVICE), Counted()
-    step.selector.graphs = StepGraphs(DEVICE, step.logits.dtype, captures)
+    step.selector.graphs = SelectionGraphs(DEVICE, step.logits.dtype, captures)
     return step, captures
 
 
@@ -124,7 +124,7 @@ def test_of_many_beams_too() -> None:
 
 def test_rows_lie_as_far_apart_as_they_did() -> None:
     """Vocabularies are padded, and kernels are compiled for that."""
-    graphs, seen = StepGraphs(DEVICE, torch.bfloat16, Counted()), list[KernelLogits]()
+    graphs, seen = SelectionGraphs(DEVICE, torch.bfloat16, Counted()), list[KernelLogits]()
     values, which = torch.rand(5, 320, device=DEVICE).bfloat16()[:, :303], torch.tensor([4, 1], device=DEVICE)
     rules, beams = rules_of("plain", 2, ""), Beams(torch.zeros(1, 2, device=DEVICE))
 
@@ -217,7 +217,10 @@ def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.Mon
     for name, value in (("Stream", object), ("stream", nullcontext), ("graph_pool_handle", object)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    capture, nothing = GraphCapture(), Taken(Going(*torch.zeros(3, 1)), torch.zeros(1), Layout([], [], None, False))
+    capture, nothing = (
+        SelectionGraphCapture(),
+        Taken(Going(*torch.zeros(3, 1)), torch.zeros(1), Layout([], [], None, False)),
+    )
     for _ in range(3):
         replay, taken = capture(lambda: nothing)
         assert taken is nothing
@@ -263,7 +266,7 @@ def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
 
 
 def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
-    graphs, plain = StepGraphs(DEVICE, torch.bfloat16, Counted()), rules_of("plain", 4, "")
+    graphs, plain = SelectionGraphs(DEVICE, torch.bfloat16, Counted()), rules_of("plain", 4, "")
 
     def hold(
         rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
@@ -299,7 +302,7 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda _: None)
-    monkeypatch.setattr(step_graphs, "GraphCapture", TakenAgain)
+    monkeypatch.setattr(step_graphs, "SelectionGraphCapture", TakenAgain)
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator, runner.pp_handler, runner.speculation = None, None, Speculation()
@@ -309,4 +312,4 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
     runner.vllm_config = SimpleNamespace(additional_config={})
     runner.load_model()
-    assert isinstance(runner.selector.graphs, StepGraphs if mode != CUDAGraphMode.NONE else type(None))
+    assert isinstance(runner.selector.graphs, SelectionGraphs if mode != CUDAGraphMode.NONE else type(None))

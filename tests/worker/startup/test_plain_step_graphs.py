@@ -20,7 +20,7 @@ from tests.support.graphs import as_on_a_gpu
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.startup import layer_bytes
-from vllm_trie.worker.startup.plain_step_graphs import add_graphs_of_plain_steps
+from vllm_trie.worker.startup.plain_step_graphs import capture_plain_step_graphs
 
 NUM_DRAFTS, MOST_ROWS = 4, 100
 OF_DRAFTS = NUM_DRAFTS + 1  # tokens of a row with drafts
@@ -49,7 +49,7 @@ def dispatched(graphs: ModelCudaGraphManager, num_rows: int, of_row: int | None 
 
 def test_every_plain_step_replays_a_full_graph_that_pads_little() -> None:
     stock, ours = manager(), manager()
-    add_graphs_of_plain_steps(ours)
+    capture_plain_step_graphs(ours)
     for num_rows in range(1, MOST_ROWS + 1):
         assert dispatched(stock, num_rows).cg_mode == CUDAGraphMode.PIECEWISE
         graph = dispatched(ours, num_rows)
@@ -61,7 +61,7 @@ def test_every_plain_step_replays_a_full_graph_that_pads_little() -> None:
 @pytest.mark.parametrize("mode", [BOTH, CUDAGraphMode.FULL_DECODE_ONLY])
 def test_all_other_steps_replay_what_they_replayed(mode: CUDAGraphMode) -> None:
     stock, ours = manager(mode), manager(mode)
-    add_graphs_of_plain_steps(ours)
+    capture_plain_step_graphs(ours)
     for num_rows, of_row in product(range(1, MOST_ROWS + 50), (None, 2, OF_DRAFTS)):
         assert dispatched(ours, num_rows, of_row) == dispatched(stock, num_rows, of_row)
     for num_tokens in range(1, 600):
@@ -71,7 +71,7 @@ def test_all_other_steps_replay_what_they_replayed(mode: CUDAGraphMode) -> None:
 def test_the_widest_graph_is_captured_first_and_none_twice() -> None:
     """The first allocates the buffers of hidden states for all."""
     graphs = manager(max_cudagraph_capture_size=64)
-    add_graphs_of_plain_steps(graphs)
+    capture_plain_step_graphs(graphs)
     captured = graphs._capture_descs[CUDAGraphMode.FULL]
     sizes = [graph.num_tokens for graph in captured]
     assert sizes == sorted(sizes, reverse=True)
@@ -88,7 +88,7 @@ def test_the_widest_graph_is_captured_first_and_none_twice() -> None:
 )
 def test_nothing_is_added_where_plain_steps_need_no_graphs_of_their_own(mode: CUDAGraphMode, num_tokens: int) -> None:
     stock, ours = manager(mode, num_tokens), manager(mode, num_tokens)
-    add_graphs_of_plain_steps(ours)
+    capture_plain_step_graphs(ours)
     assert (ours._candidates, ours._capture_descs) == (stock._candidates, stock._capture_descs)
 
 
@@ -101,7 +101,7 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)
     told: list[BeamModelRunner] = []
-    monkeypatch.setattr(layer_bytes, "tell_layer_bytes", told.append)
+    monkeypatch.setattr(layer_bytes, "tell_measured_layer_bytes", told.append)
     runner.initialize_kv_cache(None, is_profiling=True)
     assert told == [runner], "builders know how large layers are"
     assert dispatched(graphs, 3).cg_mode == CUDAGraphMode.FULL

@@ -34,10 +34,10 @@ from vllm_trie.worker.gpu_worker import BeamGPUWorker
 from vllm_trie.worker.kernels.best import SLOTS
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
-from vllm_trie.worker.select.by_kernels import by_kernels
+from vllm_trie.worker.select.by_kernels import select_by_kernels
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.startup import warm_up as warm_up_module
-from vllm_trie.worker.startup.warm_up import warm_up
+from vllm_trie.worker.startup.warm_up import warm_up_at_startup
 
 VOCAB_SIZE, MOST_ROWS = 300, 100
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 6, 2, 32, 16
@@ -113,7 +113,7 @@ def noted() -> Iterator[dict[str, Launches]]:
 @pytest.fixture(scope="module")
 def warmed() -> dict[str, set[object]]:
     with kernels_noted() as launches:
-        warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS))
+        warm_up_at_startup(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS))
     return {name: kernel.variants for name, kernel in launches.items()}
 
 
@@ -176,7 +176,7 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
 def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
     """Take a step of a group by kernels, if they take it; beside others, of which some speculate."""
     beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
-    take_step = by_kernels(rules, beams, VOCAB_SIZE)
+    take_step = select_by_kernels(rules, beams, VOCAB_SIZE)
     for num_steps in (1, 4) if take_step else ():
         which = KernelLogits.of(logits, places[:num_rows], rules.stops)
         take_step(rules, which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
@@ -239,7 +239,7 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
 def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:
     runner = runner_with({})
     runner.sampler, runner.speculation = None, Speculation()  # pipelines do not speculate
-    warm_up(runner)
+    warm_up_at_startup(runner)
     assert noted["_reorder_kv_kernel"].count > noted["_tile_max_kernel"].count == 0
 
 
@@ -273,12 +273,12 @@ def test_as_many_slots_are_warmed_as_a_search_may_have(
     noted: dict[str, Launches], has_drafts: bool, max_beam_width: int | None, widest: int
 ) -> None:
     """In memory mode, which needs drafts, a search may have more beams than rows."""
-    warm_up(runner_with({}, has_drafts, max_beam_width))
+    warm_up_at_startup(runner_with({}, has_drafts, max_beam_width))
     assert noted["_select_next_kernel"].count == len(noted["_select_next_kernel"].variants) == widest.bit_length()
 
 
 def test_layers_without_drafts_are_not_warmed_for_trees(noted: dict[str, Launches]) -> None:
-    warm_up(runner_with(SCORINGS, has_drafts=False))
+    warm_up_at_startup(runner_with(SCORINGS, has_drafts=False))
     assert noted["_attend_to_own_kernel"].count == len(SCORINGS)
 
 
@@ -287,7 +287,7 @@ def test_a_worker_warms_up_before_vllm_begins_to_report_what_is_compiled(
     monkeypatch: pytest.MonkeyPatch, is_enabled: bool
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(warm_up_module, "warm_up", lambda _: order.append("ours"))
+    monkeypatch.setattr(warm_up_module, "warm_up_at_startup", lambda _: order.append("ours"))
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: order.append("vLLM's"))
     worker: Any = object.__new__(BeamGPUWorker)
     stock_of_drafts = SimpleNamespace(warm_up_stock=lambda: order.append("vLLM's of drafts"))

@@ -43,14 +43,14 @@ from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
-from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.select.step_graphs import SelectionGraphs
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.startup import widest_steps
 from vllm_trie.worker.startup.widest_steps import (
     ROWS,
-    most_bytes,
-    most_heavy_rows,
-    take_widest_steps,
+    most_bytes_at_startup,
+    most_heavy_rows_measured,
+    take_widest_startup_steps,
 )
 
 WIDTH, VOCAB_SIZE, MOST_LOGPROBS = 15, 20_000, 20
@@ -114,7 +114,7 @@ def profiled(num_rows: int = WIDTH, num_parts: int = 1) -> int:
     assert parts.CELLS in (CELLS // num_parts, STOCK_CELLS)
     logits = nowhere(num_rows, VOCAB_SIZE, dtype=torch.bfloat16)
     with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
-        take_widest_steps(logits, WIDTH, MOST_LOGPROBS)
+        take_widest_startup_steps(logits, WIDTH, MOST_LOGPROBS)
     return counter.most
 
 
@@ -223,12 +223,12 @@ def test_the_widest_search_decides_or_a_part(
         model_config=SimpleNamespace(get_vocab_size=lambda: vocab_size),
         additional_config=options,
     )
-    assert most_heavy_rows(config) == most
+    assert most_heavy_rows_measured(config) == most
 
 
 def test_as_much_is_set_aside_as_the_log_says(num_parts: int) -> None:
     for num_rows in (WIDTH, 20 * WIDTH):
-        said = most_bytes(num_rows, VOCAB_SIZE, WIDTH)
+        said = most_bytes_at_startup(num_rows, VOCAB_SIZE, WIDTH)
         assert 0.9 * said < profiled(num_rows, num_parts) <= said + SMALL
 
 
@@ -236,14 +236,14 @@ def test_what_is_set_aside_grows_no_more() -> None:
     """That of 64 rows, and of so many that it is far more."""
     at_most = {64: 63 * 64, 1024: 28 * 1024 + 59 * 65}
     for num_rows, num_bytes in at_most.items():
-        assert most_bytes(num_rows, 151_936, num_rows) <= num_bytes * 151_936
-    assert most_bytes(1000, 151_936, 1) <= 14 * 1000 * 151_936
+        assert most_bytes_at_startup(num_rows, 151_936, num_rows) <= num_bytes * 151_936
+    assert most_bytes_at_startup(1000, 151_936, 1) <= 14 * 1000 * 151_936
 
 
 @pytest.mark.parametrize("content", [0.0, float("nan")])
 def test_the_widest_steps_can_be_taken(content: float) -> None:
     """Whatever the logits hold while vLLM measures: tensors with content must be read where they have some."""
-    take_widest_steps(torch.full((3, 700), content, dtype=torch.bfloat16), 2, MOST_LOGPROBS)
+    take_widest_startup_steps(torch.full((3, 700), content, dtype=torch.bfloat16), 2, MOST_LOGPROBS)
 
 
 def test_bytes_are_those_of_storages_that_are_held() -> None:
@@ -317,7 +317,7 @@ def test_steps_are_taken_where_vllm_profiles_a_device(
 ) -> None:
     taken: list[Any] = []
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda *_: taken.append("vLLM's"))
-    monkeypatch.setattr(widest_steps, "take_widest_steps", lambda *arguments: taken.append(arguments[1:]))
+    monkeypatch.setattr(widest_steps, "take_widest_startup_steps", lambda *arguments: taken.append(arguments[1:]))
     speculation = SimpleNamespace(take_memory=lambda: taken.append(())) if speculates else NO_DRAFTS
     ProfiledRunner(torch.device(device), speculation)._dummy_sampler_run(nowhere(3, 8))
     moves, steps = [()] * speculates, [(64, 7)]
@@ -325,7 +325,7 @@ def test_steps_are_taken_where_vllm_profiles_a_device(
 
 
 def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, held = StepGraphs(NOWHERE, torch.bfloat16, TakenAgain()), list[int]()
+    graphs, held = SelectionGraphs(NOWHERE, torch.bfloat16, TakenAgain()), list[int]()
     with MemoryCounter() as counter:
         monkeypatch.setattr(GPUModelRunner, "profile_run", lambda _: held.append(counter.held))
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()

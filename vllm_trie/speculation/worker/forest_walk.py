@@ -25,7 +25,7 @@ from vllm_trie.speculation.worker.grown_forests import children_of
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.rows.group_rows import beams_of_rows
-from vllm_trie.worker.select.by_kernels import by_kernels
+from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 
 class Walked(NamedTuple):
@@ -98,7 +98,7 @@ class Walk:
     def _take(self, rules: SelectRules, nodes: torch.Tensor, beams: Beams) -> Taken:
         """One step from beams at `nodes` [G, b]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
-        if launches.run_on(device) and (take := by_kernels(rules, beams, self._values.shape[1])):
+        if launches.run_on(device) and (take := select_by_kernels(rules, beams, self._values.shape[1])):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = KernelLogits.of(self._values, at, rules.stops)
             return take(rules, which, beams, numbers(len(at), device), nowhere)

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
-from vllm_trie.worker.cpu.inputs import table_at
-from vllm_trie.worker.cpu.replace import Array, kernel, replaces
+from vllm_trie.worker.cpu.inputs import block_table_on_cpu
+from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 
 MAMBA_UTILS = "vllm.v1.worker."
 MAMBA_OPS = "vllm.model_executor.layers.mamba.ops."
 
 
-@kernel("mamba_utils:preprocess_mamba_align_fused_kernel", MAMBA_UTILS, "model_states.mamba_hybrid")
-def next_columns(
+@kernel_on_cpu("mamba_utils:preprocess_mamba_align_fused_kernel", MAMBA_UTILS, "model_states.mamba_hybrid")
+def next_state_columns_on_cpu(
     idx_mapping: Array,
     state_idx: Array,
     num_computed_tokens: Array,
@@ -41,8 +41,8 @@ def next_columns(
     num_accepted_tokens[slots[moves]] = 1
 
 
-@kernel("mamba_utils:precopy_mamba_align_fused_kernel", MAMBA_UTILS)
-def copy_to_next_columns(
+@kernel_on_cpu("mamba_utils:precopy_mamba_align_fused_kernel", MAMBA_UTILS)
+def copy_to_next_columns_on_cpu(
     mamba_state_idx: Array,
     src_col: Array,
     block_table_ptrs: Array,
@@ -63,7 +63,9 @@ def copy_to_next_columns(
     slots = slots[(slots >= 0) & (src_col[slots] >= 0) & (src_col[slots] != mamba_state_idx[slots])]
     if not len(slots):
         return
-    tables = [table_at(address, slots.max() + 1, block_table_stride_req) for address in block_table_ptrs.tolist()]
+    tables = [
+        block_table_on_cpu(address, slots.max() + 1, block_table_stride_req) for address in block_table_ptrs.tolist()
+    ]
     sizes = state_elem_sizes * state_inner_sizes * np.maximum(state_conv_widths, 1)
     sizes = np.where(state_dim_row_count > 0, state_dim_row_count * state_dim_row_stride, sizes)
     for base, stride, size, group in zip(
@@ -75,23 +77,23 @@ def copy_to_next_columns(
             ctypes.memmove(base + stride * destination, base + stride * source, size)
 
 
-@kernel("mamba_utils:postprocess_mamba_fused_kernel", MAMBA_UTILS)
-def keep_accepted_states() -> None:
+@kernel_on_cpu("mamba_utils:postprocess_mamba_fused_kernel", MAMBA_UTILS)
+def keep_accepted_states_on_cpu() -> None:
     """What rejected drafts did to states is undone here; without speculation nothing is."""
 
 
-@replaces("mamba_utils:MambaSpecDecodeGPUContext.compute_aligned_state_indices", package=MAMBA_UTILS)
-def last_blocks(self: Any, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
+@replaces_on_cpu("mamba_utils:MambaSpecDecodeGPUContext.compute_aligned_state_indices", package=MAMBA_UTILS)
+def last_state_blocks_on_cpu(self: Any, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
     """[groups, R, 1] int32, the block that holds the state of each row, by KV cache group of states."""
     columns = torch.clamp((seq_lens[:num_reqs] - 1) // self.block_size, min=0).numpy()
     for number, address in enumerate(self.aligned_index_block_table_ptrs.tolist()):
-        table = table_at(address, num_reqs, self.block_table_stride_req)
+        table = block_table_on_cpu(address, num_reqs, self.block_table_stride_req)
         self.aligned_state_indices[number, :num_reqs, 0] = torch.from_numpy(table[np.arange(num_reqs), columns])
     return self.aligned_state_indices[:, :num_reqs]
 
 
-@replaces("ssd_combined:_mamba_chunk_scan_combined_fwd", package=MAMBA_OPS)
-def scan(
+@replaces_on_cpu("ssd_combined:_mamba_chunk_scan_combined_fwd", package=MAMBA_OPS)
+def scan_states_on_cpu(
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -118,8 +120,8 @@ def scan(
     return torch.stack(states)
 
 
-@kernel("ssd_checkpoint:_store_prefill_checkpoint_kernel", MAMBA_OPS)
-def keep_checkpoints(
+@kernel_on_cpu("ssd_checkpoint:_store_prefill_checkpoint_kernel", MAMBA_OPS)
+def keep_checkpoints_on_cpu(
     x: torch.Tensor,
     conv_state: torch.Tensor,
     chunk_states: torch.Tensor,

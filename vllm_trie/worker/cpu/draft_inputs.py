@@ -6,11 +6,11 @@ import numpy as np
 from torch import Tensor
 
 from vllm_trie.search import spans
-from vllm_trie.worker.cpu.replace import Array, kernel
+from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
 
 
-@kernel("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
-def prepare_draft_prefill_inputs(
+@kernel_on_cpu("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
+def prepare_draft_prefill_inputs_on_cpu(
     target_input_ids: Array, target_positions: Array, last_sampled: Array, idx_mapping: Array, out_input_ids: Array,
     out_positions: Array, last_token_indices: Array, out_query_start_loc: Array, out_seq_lens: Array,
     query_start_loc: Array, seq_lens: Array, num_rejected: Array, max_num_reqs: int, max_model_len: int,
@@ -33,8 +33,8 @@ def prepare_draft_prefill_inputs(
     last_token_indices[num_rows:max_num_reqs] = out_seq_lens[num_rows:max_num_reqs] = 0
 
 
-@kernel("spec_decode.target_dependent_ar.speculator:_prepare_prefill_inputs_kernel")
-def prepare_head_prefill_inputs(
+@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_prefill_inputs_kernel")
+def prepare_head_prefill_inputs_on_cpu(
     last_token_indices: Array, draft_current_step: Tensor, draft_input_ids: Array, draft_positions: Array,
     draft_query_start_loc: Array, draft_seq_lens: Array, target_input_ids: Array, target_positions: Array,
     idx_mapping: Array, last_sampled: Array, next_prefill_tokens: Array, num_sampled: Array, num_rejected: Array,
@@ -55,8 +55,8 @@ def prepare_head_prefill_inputs(
     draft_current_step.zero_()
 
 
-@kernel("spec_decode.target_dependent_ar.speculator:_prepare_decode_inputs_kernel")
-def prepare_head_decode_inputs(
+@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_decode_inputs_kernel")
+def prepare_head_decode_inputs_on_cpu(
     draft_tokens: Array, target_seq_lens: Array, num_rejected: Array, input_ids: Array, positions: Array,
     sample_src_positions: Array, query_start_loc: Array, seq_lens: Array, max_model_len: int, max_num_reqs: int,
     advance_draft_positions: bool,
@@ -71,8 +71,8 @@ def prepare_head_decode_inputs(
     query_start_loc[: max_num_reqs + 1] = np.minimum(np.arange(max_num_reqs + 1), num_rows)
 
 
-@kernel("spec_decode.target_dependent_ar.speculator:_update_draft_inputs_kernel")
-def update_head_inputs(
+@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_update_draft_inputs_kernel")
+def update_head_inputs_on_cpu(
     output_draft_tokens: Array, next_input_hidden_states: Tensor, input_ids: Array, positions: Array,
     sample_src_positions: Array, seq_lens: Array, draft_tokens: Array, current_draft_step: Tensor,
     hidden_states: Tensor, max_model_len: int, num_speculative_steps: int, advance_draft_positions: bool,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from vllm_trie.search import spans
-from vllm_trie.worker.cpu.replace import Array, kernel, replaces
+from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 
 WORD_BYTES = 4  # in which strides and sizes of segments of KV blocks are given
 
 
-@kernel("input_batch:_prepare_prefill_inputs_kernel")
-def prepare_prefill_inputs(
+@kernel_on_cpu("input_batch:_prepare_prefill_inputs_kernel")
+def prepare_prefill_inputs_on_cpu(
     input_ids: Array, next_prefill_tokens: Array, num_lookahead: int, idx_mapping: Array, query_start_loc: Array,
     all_token_ids: Array, prefill_lens: Array, num_computed_tokens: Array,
 ) -> None:  # fmt: skip
@@ -36,8 +36,8 @@ def prepare_prefill_inputs(
         next_prefill_tokens[: len(following), slot] = following
 
 
-@kernel("input_batch:_prepare_pos_seq_lens_kernel")
-def prepare_pos_seq_lens(
+@kernel_on_cpu("input_batch:_prepare_pos_seq_lens_kernel")
+def prepare_pos_seq_lens_on_cpu(
     pos: Array, seq_lens: Array, idx_mapping: Array, query_start_loc: Array, num_computed_tokens: Array
 ) -> None:
     """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
@@ -49,8 +49,8 @@ def prepare_pos_seq_lens(
     pos[:num_tokens] = computed if num_tokens == num_rows else spans(computed, lengths)
 
 
-@kernel("mm.rope:_prepare_rope_positions_kernel")
-def prepare_rope_positions(
+@kernel_on_cpu("mm.rope:_prepare_rope_positions_kernel")
+def prepare_rope_positions_on_cpu(
     positions: Array, prefill_positions: Array, prefill_delta: Array, idx_mapping: Array, query_start_loc: Array,
     prefill_lens: Array, num_computed_tokens: Array, num_dims: int,
 ) -> None:  # fmt: skip
@@ -63,8 +63,8 @@ def prepare_rope_positions(
         positions[:, start:end] = prefill_positions[of_slot, first : first + end - start]
 
 
-@kernel("input_batch:_combine_sampled_and_draft_tokens_kernel")
-def combine_sampled_and_draft_tokens(
+@kernel_on_cpu("input_batch:_combine_sampled_and_draft_tokens_kernel")
+def combine_sampled_and_draft_tokens_on_cpu(
     input_ids: Array, idx_mapping: Array, last_sampled_tokens: Array, query_start_loc: Array, seq_lens: Array,
     prefill_len: Array, draft_tokens: Array, cu_num_logits: Array, logits_indices: Array,
 ) -> None:  # fmt: skip
@@ -87,8 +87,8 @@ def combine_sampled_and_draft_tokens(
     input_ids[logits_indices[is_draft]] = draft_tokens[slots, local[is_draft] - 1]
 
 
-@kernel("input_batch:_expand_idx_mapping_kernel")
-def expand_idx_mapping(
+@kernel_on_cpu("input_batch:_expand_idx_mapping_kernel")
+def expand_idx_mapping_on_cpu(
     idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
 ) -> None:
     """The slot of each row of logits [N], and its place among those of its request [N]."""
@@ -97,8 +97,8 @@ def expand_idx_mapping(
     expanded_local_pos[:] = spans(0, num_logits)
 
 
-@kernel("input_batch:_get_num_sampled_and_rejected_kernel")
-def get_num_sampled_and_rejected(
+@kernel_on_cpu("input_batch:_get_num_sampled_and_rejected_kernel")
+def get_num_sampled_and_rejected_on_cpu(
     num_sampled: Array, num_rejected: Array, seq_lens: Array, cu_num_logits: Array, idx_mapping: Array,
     prefill_len: Array,
 ) -> None:  # fmt: skip
@@ -109,8 +109,8 @@ def get_num_sampled_and_rejected(
     num_sampled[is_chunk] = num_rejected[is_chunk] = 0
 
 
-@kernel("input_batch:_post_update_kernel")
-def post_update(
+@kernel_on_cpu("input_batch:_post_update_kernel")
+def post_update_on_cpu(
     idx_mapping: Array, num_computed_tokens: Array, last_sampled_tokens: Array, output_bin_counts: Array | None,
     sampled_tokens: Array, num_sampled: Array, num_rejected: Array, query_start_loc: Array | None, all_token_ids: Array,
     total_len: Array, draft_tokens: Array | None = None, draft_tokens_out: Array | None = None,
@@ -138,14 +138,16 @@ def post_update(
     total_len[idx_mapping] += num_sampled
 
 
-@kernel("input_batch:_post_update_num_computed_tokens_kernel")
-def post_update_num_computed_tokens(idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array) -> None:
+@kernel_on_cpu("input_batch:_post_update_num_computed_tokens_kernel")
+def post_update_num_computed_tokens_on_cpu(
+    idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array
+) -> None:
     """Count this step's tokens as computed, by slot [S]."""
     num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
 
 
-@kernel("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
-def prompt_logprobs_token_ids(
+@kernel_on_cpu("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+def prompt_logprobs_token_ids_on_cpu(
     prompt_logprobs_token_ids: Array, query_start_loc: Array, idx_mapping: Array, num_computed_tokens: Array,
     all_token_ids: Array,
 ) -> None:  # fmt: skip
@@ -156,8 +158,8 @@ def prompt_logprobs_token_ids(
     prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
 
 
-@kernel("buffer_utils:_apply_write_kernel")
-def apply_write(
+@kernel_on_cpu("buffer_utils:_apply_write_kernel")
+def apply_write_on_cpu(
     output: torch.Tensor, output_stride: Any, write_indices: Array, write_starts: Array, write_contents: Array,
     write_cu_lens: Array, write_group_ids: Array | None, multi_group: bool,
 ) -> None:  # fmt: skip
@@ -168,7 +170,7 @@ def apply_write(
     """
     if multi_group:
         addresses, num_rows = zip(output.tolist(), output_stride.tolist(), strict=True), int(write_indices.max()) + 1
-        tensors = [table_at(address, num_rows, stride) for address, stride in addresses]
+        tensors = [block_table_on_cpu(address, num_rows, stride) for address, stride in addresses]
     else:
         tensors = [output.numpy().reshape(len(output), -1)]
     groups, first = repeat(0) if write_group_ids is None else write_group_ids.tolist(), 0
@@ -179,14 +181,14 @@ def apply_write(
 
 
 @lru_cache(maxsize=256)
-def table_at(address: int, num_rows: int, stride: int) -> Array:
+def block_table_on_cpu(address: int, num_rows: int, stride: int) -> Array:
     """[rows, columns] int32, a block table in memory, whose owner is another."""
     memory = (ctypes.c_int32 * int(num_rows * stride)).from_address(address)
     return np.ctypeslib.as_array(memory).reshape(num_rows, stride)
 
 
-@replaces("block_table:BlockTables.gather_block_tables")
-def gather_block_tables(
+@replaces_on_cpu("block_table:BlockTables.gather_block_tables")
+def gather_block_tables_on_cpu(
     self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int, out: Sequence[torch.Tensor] | None = None,
     out_ptrs: torch.Tensor | None = None, num_computed_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
@@ -210,8 +212,8 @@ def gather_block_tables(
     return tuple(padded)
 
 
-@kernel("block_table:_compute_slot_mappings_kernel")
-def compute_slot_mappings(
+@kernel_on_cpu("block_table:_compute_slot_mappings_kernel")
+def compute_slot_mappings_on_cpu(
     idx_mapping: Array, query_start_loc: Array, pos: Array, block_table_ptrs: torch.Tensor,
     block_table_strides: torch.Tensor, block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor,
     slot_mappings: Array,
@@ -229,12 +231,12 @@ def compute_slot_mappings(
     ):
         if is_enabled:
             column, offset = np.divmod(position, block_size)
-            blocks = table_at(address, num_slots, stride)[of_token, column].astype(np.int64)
+            blocks = block_table_on_cpu(address, num_slots, stride)[of_token, column].astype(np.int64)
             mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)
 
 
-@kernel("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
-def zero_blocks(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
+@kernel_on_cpu("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
+def zero_blocks_on_cpu(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
     """Zero these blocks in all segments, whose addresses are in bytes."""
     for address, stride, size in zip(
         seg_addrs.tolist(), seg_block_strides.tolist(), seg_page_sizes.tolist(), strict=True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.worker.cpu.replace import Array, kernel
+from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
 
 SPECULATOR = "spec_decode.ngram.speculator:"
 
 
-@kernel(SPECULATOR + "_ngram_scan_kernel")
-def scan(
+@kernel_on_cpu(SPECULATOR + "_ngram_scan_kernel")
+def find_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, scratch: Array, min_n: int, max_n: int
 ) -> None:
     """Write into the first column of scratch [R, ...] where the tokens begin that follow each row's match.
@@ -19,12 +19,12 @@ def scan(
     """
     for row, (slot, count) in enumerate(zip(idx_mapping, num_sampled, strict=False)):
         text = token_ids[slot, : total_len[slot]]
-        following = after_match(text, min_n, max_n) if count > 0 else text[:0]
+        following = after_ngram_match_on_cpu(text, min_n, max_n) if count > 0 else text[:0]
         scratch[row, 0] = len(text) - len(following)
 
 
-@kernel(SPECULATOR + "_ngram_finalize_kernel")
-def finalize(
+@kernel_on_cpu(SPECULATOR + "_ngram_finalize_kernel")
+def draft_by_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, last_sampled: Array, scratch: Array,
     drafts: Array,
 ) -> None:  # fmt: skip
@@ -36,7 +36,7 @@ def finalize(
         drafts[row, : len(following)] = following
 
 
-def after_match(tokens: Array, shortest: int, longest: int) -> Array:
+def after_ngram_match_on_cpu(tokens: Array, shortest: int, longest: int) -> Array:
     """All that follows the longest match of the newest tokens, of equally long ones the latest; empty without one.
 
     Args:

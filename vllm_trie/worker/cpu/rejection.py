@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from vllm_trie.search import spans
-from vllm_trie.worker.cpu.replace import Array, kernel, replaces
-from vllm_trie.worker.cpu.sampling import best_tokens, draw
+from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
+from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, draw_tokens_on_cpu
 
 SMALLEST = 4.6566127342e-10  # of Triton's random numbers that are not 0
 
 
-@kernel("spec_decode.rejection_sampler:_gather_draft_sampled_kernel")
-def gather_draft_sampled(
+@kernel_on_cpu("spec_decode.rejection_sampler:_gather_draft_sampled_kernel")
+def gather_draft_sampled_on_cpu(
     draft_sampled: Tensor, pos: Tensor, input_ids: Tensor, positions: Tensor, logits_indices: Tensor,
     expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, prefill_len: Tensor,
 ) -> None:  # fmt: skip
@@ -29,15 +29,15 @@ def gather_draft_sampled(
     draft_sampled.copy_(input_ids[logits_indices].masked_fill(is_placeholder, -1))
 
 
-@kernel("spec_decode.rejection_sampler:_flatten_sampled_kernel")
-def flatten_sampled(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
+@kernel_on_cpu("spec_decode.rejection_sampler:_flatten_sampled_kernel")
+def flatten_sampled_on_cpu(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
     """Lay out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
     row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), spans(0, num_sampled)
     flat_sampled[cu_num_logits[row] + local] = sampled[row, local]
 
 
-@replaces("spec_decode.rejection_sampler_utils:rejection_sample", imported_by="spec_decode.rejection_sampler")
-def rejection_sample(
+@replaces_on_cpu("spec_decode.rejection_sampler_utils:rejection_sample", imported_by="spec_decode.rejection_sampler")
+def rejection_sample_on_cpu(
     target_logits: Tensor, draft_logits: None, draft_sampled: Tensor, cu_num_logits: Tensor, pos: Tensor,
     idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, temperature: Tensor, seed: Tensor,
     num_speculative_steps: int, synthetic_conditional_rates: None = None, use_fp64: bool = False, **unsupported: Any,
@@ -60,11 +60,11 @@ def rejection_sample(
     draft = torch.full_like(draft_sampled, -1, dtype=torch.int64)  # that each row of logits verifies
     draft[:-1] = draft_sampled[1:]
     draft[cu_num_logits[1:].long() - 1] = -1
-    is_taken = draft == torch.from_numpy(best_tokens(target_logits))
+    is_taken = draft == torch.from_numpy(best_tokens_on_cpu(target_logits))
     by_chance = ((temperatures != 0) & (draft >= 0)).nonzero()[:, 0]
     if len(by_chance):
         probability = target_logits[by_chance].float().softmax(-1).gather(1, draft[by_chance, None])[:, 0]
-        is_taken[by_chance] = probability > uniform(seeds[by_chance].numpy(), pos[by_chance].numpy())
+        is_taken[by_chance] = probability > uniform_on_cpu(seeds[by_chance].numpy(), pos[by_chance].numpy())
     row = torch.repeat_interleave(torch.arange(len(idx_mapping)), cu_num_logits.diff())
     place = row, expanded_local_pos.long()
     taken, sampled = torch.zeros(2, len(idx_mapping), num_speculative_steps + 1, dtype=torch.int64)
@@ -74,11 +74,11 @@ def rejection_sample(
     rejected, logits = (draft[last] >= 0).nonzero()[:, 0], target_logits[last].float()
     logits[rejected, draft[last][rejected]] = float("-inf")
     at_last = temperatures[last].numpy(), seeds[last].numpy(), pos[last].numpy()
-    sampled[torch.arange(len(last)), num_taken] = torch.from_numpy(draw(logits, *at_last, use_fp64))
+    sampled[torch.arange(len(last)), num_taken] = torch.from_numpy(draw_tokens_on_cpu(logits, *at_last, use_fp64))
     return sampled, (num_taken + 1).int()
 
 
-def uniform(seeds: Array, pos: Array) -> Tensor:
+def uniform_on_cpu(seeds: Array, pos: Array) -> Tensor:
     """[N] float32: Triton's `rand` of seeds and positions [N] int64, which is Philox 4x32, but never 0."""
     word, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     (key, key_high), (c0, c1) = ((x & word, x >> half) for x in (seeds.astype(np.uint64), pos.astype(np.uint64)))

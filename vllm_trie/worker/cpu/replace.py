@@ -31,7 +31,7 @@ _functions: dict[str, Function] = {}
 _imported_by: dict[str, str] = {}
 
 
-def kernel(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
+def kernel_on_cpu(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
     """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker, or within another package.
 
     One module of the V2 worker may have imported it by name.
@@ -41,21 +41,21 @@ def kernel(target: str, package: str = _V2, imported_by: str = "") -> Callable[[
     return lambda function: _kernels.setdefault(package + target, function)
 
 
-def replaces(target: str, imported_by: str = "", package: str = _V2) -> Callable[[Function], Function]:
+def replaces_on_cpu(target: str, imported_by: str = "", package: str = _V2) -> Callable[[Function], Function]:
     """Marks what takes the place of a function or method, likewise."""
     if imported_by:
         _imported_by[package + target] = _V2 + imported_by
     return lambda function: _functions.setdefault(package + target, function)
 
 
-def replacements() -> dict[str, Function]:
+def replacements_on_cpu() -> dict[str, Function]:
     """Everything that is replaced, by target."""
     for name in chain(_OF_ALL, *_MORE.values()):
         importlib.import_module(f"vllm_trie.worker.cpu.{name}")
     return _kernels | _functions
 
 
-def install(*more: str) -> None:
+def install_replacements_on_cpu(*more: str) -> None:
     """Replace the kernels that an engine needs, in this process.
 
     Args:
@@ -68,11 +68,11 @@ def install(*more: str) -> None:
     if not _has_triton.is_applied:
         _has_triton.apply(True)  # else there is no n-gram speculation
     for name in chain(_OF_ALL, *(_MORE[kind] for kind in more)):
-        _replace_by(f"vllm_trie.worker.cpu.{name}")
+        _replace_by_module_on_cpu(f"vllm_trie.worker.cpu.{name}")
 
 
 @cache
-def _replace_by(own_module: str) -> None:
+def _replace_by_module_on_cpu(own_module: str) -> None:
     """Replace what a module of ours replaces."""
     importlib.import_module(own_module)
     for target, function in _kernels.items():
@@ -91,13 +91,13 @@ class Launch:
     """What takes a kernel's place: `kernel[grid](*arguments)` calls `function` with those of them that it names."""
 
     def __init__(self, kernel: Function, function: Function) -> None:
-        self._launch = _compiled(kernel, function)
+        self._launch = _compiled_launch_on_cpu(kernel, function)
 
     def __getitem__(self, grid: object) -> Function:
         return self._launch
 
 
-def _compiled(kernel: Function, function: Function) -> Function:
+def _compiled_launch_on_cpu(kernel: Function, function: Function) -> Function:
     """What has the kernel's signature, and calls `function`.
 
     Its code is written here, as to look up each argument's kind at each launch would take longer than most kernels.

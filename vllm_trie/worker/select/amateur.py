@@ -28,7 +28,7 @@ from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import row_metadata_by_layer
 
 
-class AmateurLogits(NamedTuple):
+class SelectionAmateurLogits(NamedTuple):
     """What it says of R rows of a batch."""
 
     logits: torch.Tensor  # [R, V] of what may come after the newest token of each
@@ -40,7 +40,7 @@ class AmateurLogits(NamedTuple):
         return self.logits[at].view(*places.shape, -1)
 
 
-class Amateur:
+class SelectionAmateur:
     """The draft model of a runner.
 
     Args:
@@ -52,7 +52,7 @@ class Amateur:
         self._runner = runner
         self._speculator = speculator
 
-    def logits(self, batch: InputBatch, places: np.ndarray, read: np.ndarray) -> AmateurLogits:
+    def logits(self, batch: InputBatch, places: np.ndarray, read: np.ndarray) -> SelectionAmateurLogits:
         """Compute tokens, write their KV, and return what may come after the last one of each row.
 
         Args:
@@ -68,11 +68,11 @@ class Amateur:
         last = smaller.logits_indices
         if len(read):
             last = last[uploaded(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
-        return AmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
+        return SelectionAmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
 
     def of_step(
         self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
-    ) -> AmateurLogits | None:
+    ) -> SelectionAmateurLogits | None:
         """What it says in a step, after it has computed what the target has; None where no group contrasts it.
 
         Args:
@@ -80,22 +80,22 @@ class Amateur:
             groups: Of the runner.
             rows: Where their rows are.
         """
-        if not (group_ids := contrasting(steps)):
+        if not (group_ids := contrasting_selections(steps)):
             return None
-        places = rows.places(_slots(groups, group_ids))
+        places = rows.places(_selection_slots(groups, group_ids))
         read = np.zeros(0, np.int64)
         if any(steps[group_id].has_new_prefix for group_id in group_ids):
             decoding = [group_id for group_id, step in steps.items() if step.decodes]
-            left_out = np.concatenate([places, rows.places(_slots(groups, decoding))])
+            left_out = np.concatenate([places, rows.places(_selection_slots(groups, decoding))])
             read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
         return self.logits(rows.batch, places, read)
 
 
-def contrasting(steps: Mapping[str, GroupStep]) -> list[str]:
+def contrasting_selections(steps: Mapping[str, GroupStep]) -> list[str]:
     """The groups whose rows it computes, of those in a step."""
     return [group_id for group_id, step in steps.items() if step.rules.contrasts]
 
 
-def _slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:
+def _selection_slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:
     """[R] of the rows of some groups."""
     return np.concatenate([np.zeros(0, np.int64), *(groups[group_id].slots for group_id in group_ids)])

@@ -19,7 +19,7 @@ TakeStep = Callable[
 ]  # as `best.take_step_by_kernels`
 
 
-def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
+def select_by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
     kinds = best, items, in_groups, wide, wide_catalog
     return next(
@@ -38,13 +38,13 @@ class TakeRows:
     def __call__(
         self, rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
     ) -> Taken:
-        if take := by_kernels(rules, beams, logits.values.shape[1]):
+        if take := select_by_kernels(rules, beams, logits.values.shape[1]):
             return take(rules, logits, beams, places, sampled)
         step = take_step(rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
-        sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
+        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(Going.of(step), beams))
         return Taken(Going.of(step), *packed(step))
 
 
-def newest_of(going: Going, beams: Beams) -> torch.Tensor:
+def newest_selected_tokens(going: Going, beams: Beams) -> torch.Tensor:
     """[G * r] int64, the newest tokens of as many beams as there were rows."""
     return going.tokens[:, : beams.scores.shape[1]].long().flatten()

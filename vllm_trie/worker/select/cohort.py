@@ -36,7 +36,7 @@ class InStep(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cohort:
+class SelectionCohort:
     """G groups with equal rules that select together.
 
     Args:
@@ -70,7 +70,7 @@ class Cohort:
     @cached_property
     def which(self) -> slice | torch.Tensor:
         """`index`, where it is to be looked up on the device."""
-        return which_of(self.index.ravel(), self.device)
+        return selection_index_of(self.index.ravel(), self.device)
 
     @cached_property
     def on_device(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Cohort:
         return uploaded(np.stack([seen, self.places.ravel()]), self.device)
 
 
-class BatchPlan:
+class SelectionBatchPlan:
     """What is known of one batch, and of those after it that `fit`.
 
     Args:
@@ -133,15 +133,15 @@ class BatchPlan:
             and np.array_equal(logits, batch.cu_num_logits_np)
         )
 
-    def _cohort(self, group_ids: list[str]) -> Cohort:
+    def _cohort(self, group_ids: list[str]) -> SelectionCohort:
         groups = [self._in_step[group_id].group for group_id in group_ids]
         slots = np.array([group.slots for group in groups])
         places = self.rows.places(slots)
         what = self._in_step[group_ids[0]]
-        return Cohort(group_ids, what, groups, slots, places, self.rows.first_logits(places), self._device)
+        return SelectionCohort(group_ids, what, groups, slots, places, self.rows.first_logits(places), self._device)
 
 
-def which_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     """[N] as an index on a device; numbers that follow one another need none."""
     first, count = int(index[0]), len(index)
     if index.tolist() == [*range(first, first + count)]:

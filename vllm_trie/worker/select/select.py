@@ -27,21 +27,21 @@ from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of_rows
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import Rows
-from vllm_trie.worker.select.cohort import BatchPlan, Cohort, InStep, which_of
+from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_trie.worker.select.amateur import AmateurLogits
-    from vllm_trie.worker.select.step_graphs import StepGraphs
+    from vllm_trie.worker.select.amateur import SelectionAmateurLogits
+    from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 Group = TypeVar("Group")
 
 
 @lru_cache(maxsize=64)
-def no_depths(count: int, device: torch.device) -> torch.Tensor:
+def no_selection_depths(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros. Not to be written to."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
@@ -69,10 +69,10 @@ class Selector:
         self._sampler = runner.sampler
         self._most_together = most_together
         self._max_num_reqs = runner.max_num_reqs
-        self._plan: BatchPlan | None = None
+        self._plan: SelectionBatchPlan | None = None
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
-        self.graphs: StepGraphs | None = None
+        self.graphs: SelectionGraphs | None = None
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: StepContext) -> None:
@@ -86,7 +86,7 @@ class Selector:
         """Keep nothing of the last batch: there are no groups in this one."""
         self._plan = None
 
-    def plan(self, context: StepContext, batch: InputBatch) -> BatchPlan:
+    def plan(self, context: StepContext, batch: InputBatch) -> SelectionBatchPlan:
         """What is known of a batch before there are logits: what was known of the last one, as a rule."""
         plain, masks = context.plain, context.masks
         in_step = {
@@ -101,17 +101,17 @@ class Selector:
             for group_id, step in context.steps.items()
         }
         if self._plan is None or not self._plan.fits(in_step, batch):
-            self._plan = BatchPlan(in_step, BatchRows(batch, self._max_num_reqs), self.parts, self.rows.device)
+            self._plan = SelectionBatchPlan(in_step, BatchRows(batch, self._max_num_reqs), self.parts, self.rows.device)
         self._plan.rows.batch = batch
         return self._plan
 
     def select(
         self,
         context: StepContext,
-        plan: BatchPlan,
+        plan: SelectionBatchPlan,
         logits: torch.Tensor,
         sampled: torch.Tensor,
-        amateur: AmateurLogits | None = None,
+        amateur: SelectionAmateurLogits | None = None,
     ) -> list[PackedStep]:
         """Take one step of every group that searches and does not speculate.
 
@@ -153,7 +153,9 @@ class Selector:
         most = len(groups) if is_light(rules) else max(self._most_together // rules.width, 1)
         return [groups[at : at + most] for at in range(0, len(groups), most)]
 
-    def _take(self, cohort: Cohort, beams: Beams, values: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
+    def _take(
+        self, cohort: SelectionCohort, beams: Beams, values: torch.Tensor, means: Means, sampled: torch.Tensor
+    ) -> Taken:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
         if not launches.run_on(values.device):
@@ -166,11 +168,11 @@ class Selector:
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
             taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, slice(None)))
             if taken is not None:
-                sampled[:, 0].index_copy_(0, places, kernels.newest_of(taken.going, beams))
+                sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
                 return taken
         return kernels.TakeRows(means, which)(rules, logits_of, beams, places, sampled)
 
-    def _controlled(self, cohort: Cohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
+    def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
         """[G * r, V] logits of the rows of a cohort, processed."""
         num_tokens = rows.num_tokens(cohort.places).ravel()
         return self.processed(rows, logits, cohort.index.ravel(), cohort.slots.ravel(), num_tokens)
@@ -194,9 +196,9 @@ class Selector:
             num_tokens: [N], how many tokens come before what the logits are of.
             depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
-        batch, at, device = rows.batch, which_of(index, logits.device), logits.device
+        batch, at, device = rows.batch, selection_index_of(index, logits.device), logits.device
         in_slots = uploaded_once(slots, device)
-        local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
+        local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.run_on(device):
             take_newest = launches.for_gpus("kernels.controls").launch_take_newest

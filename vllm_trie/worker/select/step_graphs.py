@@ -20,7 +20,7 @@ from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
-from vllm_trie.worker.select.by_kernels import TakeStep, by_kernels
+from vllm_trie.worker.select.by_kernels import TakeStep, select_by_kernels
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
@@ -33,7 +33,7 @@ MOST_STOPS = 64  # tokens: each step that is known to have come holds its own
 Key = tuple[Any, ...]
 
 
-class StepGraph(NamedTuple):
+class SelectionGraph(NamedTuple):
     """A step that was captured.
 
     Args:
@@ -47,7 +47,7 @@ class StepGraph(NamedTuple):
     used: list[torch.Tensor]
 
 
-class StepGraphs:
+class SelectionGraphs:
     """The graphs of one runner. A step is captured when it comes for the second time.
 
     Args:
@@ -56,11 +56,11 @@ class StepGraphs:
         capture: Makes them.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, capture: GraphCapture) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, capture: SelectionGraphCapture) -> None:
         self._device, self._capture = device, capture
         # How often steps came that have no graph; here and below, what came last is at the end.
         self._seen: dict[Key, int] = {}
-        self._graphs: dict[Key, StepGraph] = {}
+        self._graphs: dict[Key, SelectionGraph] = {}
         # What graphs read, taken before vLLM measures the memory that is left.
         self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
         self._scores = torch.empty(MOST_ROWS, dtype=torch.float32, device=device)
@@ -80,12 +80,12 @@ class StepGraphs:
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
         if knows_more or rules.constraints or has_long_key or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
-        if _key(rules, logits, beams) in self._graphs:
+        if _selection_graph_key(rules, logits, beams) in self._graphs:
             return True
         num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
         most_logits = MOST_LOGITS
-        if not by_kernels(rules, beams, values.shape[1]):
+        if not select_by_kernels(rules, beams, values.shape[1]):
             # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
             most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
         return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
@@ -101,10 +101,10 @@ class StepGraphs:
         """
         num_rows, values = len(logits.which), logits.values
         vocab_size, stride = values.shape[1], values.stride(0)
-        key = _key(rules, logits, beams)
+        key = _selection_graph_key(rules, logits, beams)
         if (graph := self._graphs.pop(key, None)) is None:
             count = self._seen.get(key, 0) + 1
-            _keep(self._seen, key, count, MOST_SEEN)
+            _keep_selection_graph(self._seen, key, count, MOST_SEEN)
             # Where there is no memory, it is asked for again ever more rarely: each time waits for the driver.
             is_asked = count > 1 and count.bit_count() == 1
             if not (is_asked and self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size + MOST_BYTES_BESIDE)):
@@ -116,12 +116,12 @@ class StepGraphs:
         own_scores = self._scores[:num_rows].view(beams.scores.shape).copy_(beams.scores)
         if graph is None:
             graph = self._captured(rules, logits._replace(values=own_values), Beams(own_scores), take_rows)
-        _keep(self._graphs, key, graph, MOST_GRAPHS)
+        _keep_selection_graph(self._graphs, key, graph, MOST_GRAPHS)
         graph.replay()
         going, words, layout = graph.taken
         return Taken(Going(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout)
 
-    def _captured(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> StepGraph:
+    def _captured(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> SelectionGraph:
         num_rows = len(logits.which)
         sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
         with borrowed() as constants:
@@ -129,23 +129,23 @@ class StepGraphs:
             logits = logits._replace(which=which)
             take_rows(rules, logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
             replay, taken = self._capture(lambda: take_rows(rules, logits, beams, which, sampled))
-        return StepGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
+        return SelectionGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
 
 
-def _key(rules: SelectRules, logits: KernelLogits, beams: Beams) -> Key:
+def _selection_graph_key(rules: SelectRules, logits: KernelLogits, beams: Beams) -> Key:
     """What steps have in common that a graph may take."""
     values = logits.values
     return rules, beams.scores.shape, values.dtype, values.shape[1], values.stride()
 
 
-def _keep(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
+def _keep_selection_graph(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > most:
         del kept[next(iter(kept))]
 
 
-class GraphCapture:
+class SelectionGraphCapture:
     """Captures CUDA graphs, which are replayed one after the other: what one writes for itself, another may, too."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class GraphCapture:
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
         """What replays a run that has just been made before, and where it writes."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), _garbage_left():
+        with torch.cuda.stream(self._stream), _garbage_left_by_graphs():
             # `torch.cuda.graph` would wait for the device, and look for garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             self._first = self._first or graph
@@ -173,7 +173,7 @@ class GraphCapture:
 
 
 @contextmanager
-def _garbage_left() -> Iterator[None]:
+def _garbage_left_by_graphs() -> Iterator[None]:
     """Within it garbage is left where it is: some of it, as it goes, asks of the device what no capture can hold."""
     was_on = gc.isenabled()
     gc.disable()

@@ -11,17 +11,17 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
-def tell_layer_bytes(runner: GPUModelRunner) -> None:
+def tell_measured_layer_bytes(runner: GPUModelRunner) -> None:
     """Tell builders of attention metadata how large a layer of a runner's model is."""
     config = runner.vllm_config
-    num_bytes = layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
+    num_bytes = measure_layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
     for group in chain(*runner.attn_groups):
         builder: object = group.get_metadata_builder(0)
         if isinstance(builder, SharesAttentionPrefixes):
             builder.layer_bytes = num_bytes
 
 
-def layer_bytes(model: nn.Module, num_layers: int) -> int:
+def measure_layer_bytes(model: nn.Module, num_layers: int) -> int:
     """Bytes of the weights of a layer, as they are held on this device: quantized or not, with all experts.
 
     Rows so many that it pays to read their shared blocks once ask nearly all experts. What encodes images or sounds is

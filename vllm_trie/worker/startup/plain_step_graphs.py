@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 
-def add_graphs_of_plain_steps(manager: CudaGraphManager) -> None:
+def capture_plain_step_graphs(manager: CudaGraphManager) -> None:
     """Have vLLM capture, and replay, full graphs of decoding steps with one token a row, too.
 
     To be called before it captures. Nothing is added where it does so anyway, and where decoding steps have no full

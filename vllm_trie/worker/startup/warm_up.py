@@ -36,7 +36,7 @@ from vllm_trie.worker.kv import copies
 logger = init_logger("vllm.trie_beam.warm_up")
 
 
-class WarmsUp:
+class WarmsUpAtStartup:
     """A worker that launches them. At the end of vLLM's own warm-up, vLLM begins to report what is compiled."""
 
     vllm_config: VllmConfig
@@ -46,28 +46,28 @@ class WarmsUp:
         """See vLLM."""
         if self.vllm_config.kernel_config.enable_jit_warmup:
             start = time.monotonic()
-            count = compile_kernels_together(lambda: warm_up(self.model_runner))
+            count = compile_kernels_together(lambda: warm_up_at_startup(self.model_runner))
             logger.info("compiled %d kernels of beam search in %.1f s", count, time.monotonic() - start)
-            warm_up(self.model_runner)
+            warm_up_at_startup(self.model_runner)
             self.model_runner.speculation.warm_up_stock()
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def warm_up(runner: Any) -> None:
+def warm_up_at_startup(runner: Any) -> None:
     """Launch all kernels of a `BeamModelRunner`, which has its KV cache. Nothing that anybody reads is written."""
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
-    most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
+    most_beams, logits = _widest_search_at_startup(runner.vllm_config), tuple(_logits_at_startup(runner))
     serving = KernelVariants(tokens, rows.tables, most_beams, logits)
     of_steps = best, in_groups, items, wide, wide_catalog
     for module in (slots, controls, rows_beside, *of_steps):
         module.warm_up_kernels(serving)
     copies.warm_up_kv_copies(tokens, rows.tables, rows.kv_blocks.segments)
     runner.speculation.warm_up(serving)
-    triton_kernels.warm_up_attention(_layers(runner), has_trees=runner.speculation.takes_trees)
+    triton_kernels.warm_up_attention(_layers_at_startup(runner), has_trees=runner.speculation.takes_trees)
 
 
-def _widest(vllm_config: VllmConfig) -> int:
+def _widest_search_at_startup(vllm_config: VllmConfig) -> int:
     """Beams of the widest search, or as many as kernels take."""
     most = most_plugin_beams(vllm_config)
     if config_has_memory_mode(vllm_config):
@@ -75,7 +75,7 @@ def _widest(vllm_config: VllmConfig) -> int:
     return most
 
 
-def _logits(runner: Any) -> Iterator[torch.Tensor]:
+def _logits_at_startup(runner: Any) -> Iterator[torch.Tensor]:
     """Logits as a step may have them: of one row or more, of all rows or the last, unprocessed or not.
 
     All ranks of a stage of a pipeline compute them together; stages that do not select have none.
@@ -90,17 +90,17 @@ def _logits(runner: Any) -> Iterator[torch.Tensor]:
             yield torch.empty_like(own, dtype=torch.float32)  # as vLLM's sampler makes them
 
 
-def _layers(runner: Any) -> Iterator[Layer]:
+def _layers_at_startup(runner: Any) -> Iterator[Layer]:
     """Those whose attention our kernels may compute, of the target and of its draft model."""
     tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
     for table, attn_groups in zip(tables, attention_layers_of(runner), strict=True):
         for attn_group in attn_groups:
             builder: Any = attn_group.get_metadata_builder(0)
-            if _is_ours(builder):
+            if _is_warmed_up_at_startup(builder):
                 heads = builder.num_heads_q, builder.num_heads_kv
                 for layer in (layers[name] for name in attn_group.layer_names):
                     yield Layer(layer.impl.scoring, layer.kv_cache, table, heads)
 
 
-def _is_ours(builder: object) -> bool:
+def _is_warmed_up_at_startup(builder: object) -> bool:
     return isinstance(builder, SharesAttentionPrefixes) and builder.takes_trees

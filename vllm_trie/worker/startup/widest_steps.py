@@ -40,47 +40,49 @@ AFTER = ItemRules("", 2, after=0, ends_with_stop=True)  # from some token on alo
 PHRASES = PhraseBoosts.of([([0], 1.0)])
 
 
-def most_rows_together(vocab_size: int) -> int:
+def most_rows_measured_together(vocab_size: int) -> int:
     """How many rows of several searches are selected together where that needs much memory: a part at most."""
     return min(ROWS, rows_at_a_time(vocab_size))
 
 
-def most_heavy_rows(vllm_config: VllmConfig) -> int:
+def most_heavy_rows_measured(vllm_config: VllmConfig) -> int:
     """How many rows are selected together where that needs much memory: those of the widest search, or of several."""
-    return max(most_plugin_beams(vllm_config), most_rows_together(vllm_config.model_config.get_vocab_size()))
+    return max(most_plugin_beams(vllm_config), most_rows_measured_together(vllm_config.model_config.get_vocab_size()))
 
 
-def take_widest_steps(logits: torch.Tensor, num_heavy: int, num_logprobs: int) -> None:
+def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs: int) -> None:
     """Take a step of each kind, of one search with as many beams as there may be, and with all that it may ask for.
 
     Args:
         logits: [R, V], of all rows.
-        num_heavy: See `most_heavy_rows`.
+        num_heavy: See `most_heavy_rows_measured`.
         num_logprobs: The most that each row may have to report; -1: all.
     """
-    _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits, _by_a_grammar(logits))
+    _take_startup_step(
+        SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits, _startup_states_by_grammar(logits)
+    )
     of_part = rows_at_a_time(logits.shape[1])
     heavy = SelectRules(1, Best(), STOPS, num_logprobs, True, FILTERS, PRUNING)
     for num_rows in sorted({num_heavy, min(num_heavy, of_part)}):
         some = logits[:num_rows]
         for strategy in STRATEGIES:
-            _take(heavy._replace(width=len(some), strategy=strategy), some)
+            _take_startup_step(heavy._replace(width=len(some), strategy=strategy), some)
         of_items = heavy._replace(width=len(some), constraints=(AFTER, PHRASES))
-        _take(of_items, some, _before_items(1, len(some), logits.device))
-    several = logits[: most_rows_together(logits.shape[1])]
+        _take_startup_step(of_items, some, _startup_states_before_items(1, len(some), logits.device))
+    several = logits[: most_rows_measured_together(logits.shape[1])]
     in_groups = heavy._replace(strategy=InGroups(1, 0.5, None), constraints=(AFTER,))
-    _take(in_groups, several, _before_items(len(several), 1, logits.device))
+    _take_startup_step(in_groups, several, _startup_states_before_items(len(several), 1, logits.device))
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
-    logger.info(text, most_bytes(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
+    logger.info(text, most_bytes_at_startup(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
 
 
-def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
+def most_bytes_at_startup(num_rows: int, vocab_size: int, num_heavy: int) -> int:
     """How much memory steps take at most.
 
     Args:
         num_rows: Of all searches.
         vocab_size: Tokens that there are.
-        num_heavy: See `most_heavy_rows`.
+        num_heavy: See `most_heavy_rows_measured`.
     """
     of_part = rows_at_a_time(vocab_size)
     heavy = HEAVY_BYTES * num_heavy
@@ -89,19 +91,19 @@ def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
     return max(LIGHT_BYTES * num_rows, heavy) * vocab_size
 
 
-def _take(rules: SelectRules, logits: torch.Tensor, under: States = STATELESS) -> None:
+def _take_startup_step(rules: SelectRules, logits: torch.Tensor, under: States = STATELESS) -> None:
     """Take a step of as many groups as there are rows for, with logits as they are once they are processed."""
     by_group = logits.float().view(-1, rules.width, logits.shape[1])
     beams = Beams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
     packed(take_step(rules, by_group, beams, Means([(0, 0)] * len(by_group))))
 
 
-def _by_a_grammar(logits: torch.Tensor) -> States:
+def _startup_states_by_grammar(logits: torch.Tensor) -> States:
     """Of one group, of which it allows all tokens."""
     return {Grammar(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
 
 
-def _before_items(num_groups: int, width: int, device: torch.device) -> States:
+def _startup_states_before_items(num_groups: int, width: int, device: torch.device) -> States:
     """Of groups that may take any token, in front of a catalog of two nodes without children, and a phrase."""
     first_child = torch.zeros(3, dtype=torch.int32, device=device)
     trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
