@@ -37,7 +37,7 @@ from vllm_trie.worker.rows.rows import Rows  # noqa: E402
 from vllm_trie.worker.select.by_kernels import select_by_kernels  # noqa: E402
 from vllm_trie.worker.select.select import Selector  # noqa: E402
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs  # noqa: E402
-from vllm_trie.worker.step_context import StepContext  # noqa: E402
+from vllm_trie.worker.step_context import RunnerStepContext  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
 STOP_TOKEN_ID, NUM_STOPS, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 6, 0.5, 5, 0.125
@@ -186,7 +186,7 @@ class DeviceStep:
             tokens = torch.zeros(width, dtype=torch.int64, device=self.device)
             self.groups[name] = GroupRows(request, [str(slot) for slot in slots], beams, tokens, slots)
             steps[name] = GroupStep(rules, selects=True, decodes=True)
-        self.context = StepContext(steps, decided_at=None)
+        self.context = RunnerStepContext(steps, decided_at=None)
         self._beams = {name: group.beams for name, group in self.groups.items()}
 
     def _runner(self) -> SimpleNamespace:

@@ -42,9 +42,9 @@ from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
 from vllm_trie.worker.select.amateur import SelectionAmateurLogits
 from vllm_trie.worker.select.select import Selector
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup.widest_steps import most_rows_measured_together
-from vllm_trie.worker.step_context import PackedStep, StepContext
+from vllm_trie.worker.step_context import PackedStep, RunnerStepContext
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
@@ -116,7 +116,7 @@ def kernels_noted() -> Iterator[dict[str, Launches]]:
     with ExitStack() as stack:
         for name, module in found.items():
             stack.enter_context(patch.object(module, name, noted[name]))
-        stack.enter_context(patch.object(launches, "run_on", lambda _: True))
+        stack.enter_context(patch.object(launches, "worker_runs_kernels_on", lambda _: True))
         for drawing in (gumbel, sampling):  # there are no generators without content
             stack.enter_context(patch.object(drawing, "on_device", lambda *_: None))
         yield noted
@@ -236,7 +236,7 @@ class WeightlessStep:
         width, num_rows = rules.width, num_groups * (num_ordinary + rules.width)
         self.num_slots = 2 * num_rows
         self.runner = runner_of(self.num_slots, vocab_size)
-        self.speculation: Any = Speculation()
+        self.speculation: Any = RunnerSpeculation()
         rows = Rows(self.runner)
         shuffled = np.random.default_rng(0).permutation(self.num_slots)[:num_rows]
         self.slots = shuffled.reshape(num_groups, -1)
@@ -255,7 +255,7 @@ class WeightlessStep:
             self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_measured_together(vocab_size))
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
-        self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)
+        self.context = RunnerStepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)
         for group in self.groups.values():
             group.slots = rows.slots_of(group.row_ids)
             rows.write_first_tokens(group, rules.is_controlled)

@@ -28,7 +28,7 @@ from vllm_trie.speculation.worker.verify import verify
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.group_rows import BatchRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 HIDDEN_SIZE, HEADS, HEAD_SIZE, NUM_BLOCKS = 64, 2, 8, 400
 
@@ -75,11 +75,11 @@ class WeightlessForest(WeightlessStep):
         for group in self.groups.values():
             group.num_drafted = len(PROMPT) - 1
 
-    def take(self) -> StepContext:
+    def take(self) -> RunnerStepContext:
         """Draft, verify and accept all; the next time from there on."""
         width = len(self.groups["0"].row_ids)
         rules, num_drafts = self.context.steps["0"].rules, self.depth * width
-        context = StepContext(decided_at=self.context.decided_at)
+        context = RunnerStepContext(decided_at=self.context.decided_at)
         for group_id in self.groups:
             budget = SpeculationBudget(
                 rules=[rules._replace() for _ in range(self.depth)],
@@ -117,7 +117,7 @@ class WeightlessForest(WeightlessStep):
         self.runner.req_states.num_computed_tokens_np[slots] += context.most_steps
         return context
 
-    def _draft(self, context: StepContext, output: SchedulerOutput) -> Any:
+    def _draft(self, context: RunnerStepContext, output: SchedulerOutput) -> Any:
         make_forest = self.drafter._make_forest
 
         def in_blocks_of_their_own(*of_group: Any) -> Any:

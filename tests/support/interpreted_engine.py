@@ -60,7 +60,7 @@ def as_on_a_gpu() -> Iterator[None]:
         import_module(module.name)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(launches, "run_on", lambda _: True))
+        stack.enter_context(patch.object(launches, "worker_runs_kernels_on", lambda _: True))
         for name, module in sorted(sys.modules.items()):
             if name.startswith("vllm_trie.") and hasattr(module, "sees"):
                 stack.enter_context(patch.object(module, "sees", lambda _: False))

@@ -9,11 +9,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.worker.attention.shared_rows import SharedRows, SharesAttentionPrefixes
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 def announce_shared_rows(
-    runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
+    runner: GPUModelRunner, context: RunnerStepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
     """Hand the rows of all decoding groups, and their trees, to the builders of the target model's layers."""
     if not (shared := context.num_shared):
@@ -21,13 +21,13 @@ def announce_shared_rows(
     rows = BatchRows(batch, runner.max_num_reqs)
     places = {group_id: rows.places(groups[group_id].slots) for group_id in shared}
     trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
-    for number, builder in _builders(runner):
+    for number, builder in _builders_of_runner(runner):
         sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
         builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 
 
-def reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]) -> bool:
+def runner_reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]) -> bool:
     """Whether any layer will do that in this step, known before there is a batch.
 
     Args:
@@ -36,11 +36,11 @@ def reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[i
     """
     return bool(sharing) and any(
         any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing]))
-        for number, builder in _builders(runner)
+        for number, builder in _builders_of_runner(runner)
     )
 
 
-def _builders(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
+def _builders_of_runner(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
     """Those that may make use of it, each after its KV cache group."""
     for number, attn_groups in enumerate(runner.attn_groups):
         for attn_group in attn_groups:

@@ -14,7 +14,7 @@ from vllm_trie.speculative_config import has_states_by_config
 from vllm_trie.worker.attention.cpu_backend import use_cpu_attention_backend
 from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.speculation import LeavesRoom
+from vllm_trie.worker.speculation import WorkerLeavesRoom
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +24,7 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
 
 
-class BeamCPUWorker(TakesRowCatalogs, LeavesRoom, CPUWorker):
+class BeamCPUWorker(TakesRowCatalogs, WorkerLeavesRoom, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

@@ -17,12 +17,12 @@ from vllm_trie.messages import GroupStep, group_step_messages
 from vllm_trie.search.beams import Beams
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.row_params import row_params
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 def expand(
     output: SchedulerOutput, groups: dict[str, GroupRows], device: torch.device, copies_rows: bool = False
-) -> tuple[SchedulerOutput, StepContext]:
+) -> tuple[SchedulerOutput, RunnerStepContext]:
     """The message with b entries per decoding group, and what the step's later hooks need of it.
 
     The original may be shared with the scheduler; it is not changed.
@@ -34,10 +34,10 @@ def expand(
         copies_rows: Rows of a group that fans out may become copies of the first one (see `new_rows`), unless vLLM
             counts or masks tokens for each.
     """
-    context = StepContext(group_step_messages(output))
+    context = RunnerStepContext(group_step_messages(output))
     steps = context.steps
-    finished = _with_their_rows(groups, output.finished_req_ids)
-    preempted = _with_their_rows(groups, output.preempted_req_ids or set())
+    finished = _expand_finished_requests(groups, output.finished_req_ids)
+    preempted = _expand_finished_requests(groups, output.preempted_req_ids or set())
     new_requests = []
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
@@ -66,7 +66,7 @@ def expand(
             if copies_rows and num_rows > 1 and not step.rules.is_controlled:
                 context.copied.append(request_id)
                 num_rows = 1
-            new_requests += _fan_out(group, step, num_rows, num_computed, device)
+            new_requests += _expand_first_beams(group, step, num_rows, num_computed, device)
         else:
             entries |= dict.fromkeys(group.row_ids, (None, num_computed, num_output))
         num_scheduled |= dict.fromkeys(group.row_ids[1:], num_tokens)
@@ -90,7 +90,7 @@ def expand(
     return expanded, context
 
 
-def _with_their_rows(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
+def _expand_finished_requests(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
     """These requests that leave, and all rows of those that are groups."""
     leaving = set(request_ids)
     for group_id in request_ids & groups.keys():
@@ -98,7 +98,7 @@ def _with_their_rows(groups: dict[str, GroupRows], request_ids: set[str]) -> set
     return leaving
 
 
-def _fan_out(
+def _expand_first_beams(
     group: GroupRows, step: GroupStep, num_requests: int, num_computed_tokens: int, device: torch.device
 ) -> list[NewRequestData]:
     """The first beams as requests, the group's first row anew among them; note what is known of all beams."""

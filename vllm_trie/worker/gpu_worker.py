@@ -7,11 +7,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_trie.selection import plugin_config_of
 from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.speculation import LeavesRoom
+from vllm_trie.worker.speculation import WorkerLeavesRoom
 from vllm_trie.worker.startup.warm_up import WarmsUpAtStartup
 
 
-class BeamGPUWorker(TakesRowCatalogs, LeavesRoom, WarmsUpAtStartup, Worker):
+class BeamGPUWorker(TakesRowCatalogs, WorkerLeavesRoom, WarmsUpAtStartup, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:

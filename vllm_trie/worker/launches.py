@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 
-def run_on(device: torch.device) -> bool:
+def worker_runs_kernels_on(device: torch.device) -> bool:
     """Whether kernels do the work on this device; elsewhere torch does."""
     return device.type == "cuda"
 
 
 @cache
-def for_gpus(module: str) -> Any:
+def worker_module_for_gpus(module: str) -> Any:
     """A module of `vllm_trie.worker` that GPUs alone need, as those with kernels: engines on CPUs load none of them."""
     return import_module(f"vllm_trie.worker.{module}")
 

@@ -15,10 +15,10 @@ from vllm.v1.worker.gpu.pp_utils import PPHandler
 from vllm_trie.worker.kv.reorder import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, NextBeams
 from vllm_trie.worker.rows.rows import Rows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
-class Stages:
+class PipelineStages:
     """One stage of a pipeline, as it speaks to the others.
 
     Args:
@@ -34,7 +34,7 @@ class Stages:
         self._rows = rows
         self._max_num_reqs = max_num_reqs
 
-    def send(self, step: StepContext) -> None:
+    def send(self, step: RunnerStepContext) -> None:
         """From the last stage, once it has selected: the parents and tokens of all next beams."""
         if not step.selecting:
             return
@@ -46,7 +46,7 @@ class Stages:
         self._broadcast(beams)
         beams.record_stream(self._handler.broadcast_stream)
 
-    def receive(self, step: StepContext, batch: InputBatch) -> None:
+    def receive(self, step: RunnerStepContext, batch: InputBatch) -> None:
         """On an earlier stage, after the forward: what `send` sends."""
         if not step.selecting:
             return
@@ -63,7 +63,7 @@ class Stages:
             parents, tokens = of_group.view(2, -1).unbind()
             group.next_beams = NextBeams(parents, tokens, num_tokens, step.steps[group_id].decodes, received)
 
-    def continue_histories(self, step: StepContext) -> None:
+    def continue_histories(self, step: RunnerStepContext) -> None:
         """On an earlier stage, before a step: carry out what came of the last one of each group in it."""
         moved = list[tuple[GroupRows, NextBeams]]()
         for group_id in step.steps:

@@ -15,7 +15,7 @@ class RanksDisagreeError(RuntimeError):
     """Ranks have decided differently: what they compute from now on is no longer one model's."""
 
 
-class RankCheck:
+class WorkerRankCheck:
     """Compares what ranks have decided.
 
     Args:
@@ -36,17 +36,17 @@ class RankCheck:
         Raises:
             RanksDisagreeError: on all ranks, naming the groups and who differs from whom.
         """
-        mine = {group_id: as_text(arrays) for group_id, arrays in of_groups.items()}
+        mine = {group_id: worker_ranks_as_text(arrays) for group_id, arrays in of_groups.items()}
         of_ranks: list[dict[str, str]] = [{}] * self._num_ranks
         dist.all_gather_object(of_ranks, mine, group=self._ranks)
-        if found := disputes(of_ranks):
+        if found := disputes_of_worker_ranks(of_ranks):
             raise RanksDisagreeError(
                 f"trie_beam.debug_rank_check: tensor parallel ranks disagree about the {what} of {', '.join(found)}; "
                 f"nothing that this engine would compute from now on could be trusted, so it ends here"
             )
 
 
-def disputes(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+def disputes_of_worker_ranks(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """The beam groups on which ranks disagree, each with who is against whom."""
     found = []
     for group_id in dict.fromkeys(group_id for of_rank in of_ranks for group_id in of_rank):
@@ -59,13 +59,13 @@ def disputes(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     return found
 
 
-def rank_check(vllm_config: VllmConfig) -> RankCheck | None:
+def worker_rank_check(vllm_config: VllmConfig) -> WorkerRankCheck | None:
     """For a worker of this engine, once vLLM's process groups are there; None if it has no peers."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
-    return RankCheck(get_tp_group().cpu_group)
+    return WorkerRankCheck(get_tp_group().cpu_group)
 
 
-def as_text(arrays: Iterable[np.ndarray]) -> str:
+def worker_ranks_as_text(arrays: Iterable[np.ndarray]) -> str:
     """Integers, in which ranks may differ."""
     return repr([array.tolist() for array in arrays])

@@ -34,7 +34,7 @@ from vllm_trie.search.devices import sees
 from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
 from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.worker import launches
-from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
+from vllm_trie.worker.announce_shared_rows import announce_shared_rows, runner_reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.rows.catalogs import RowCatalogs
@@ -43,12 +43,12 @@ from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_row_state
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled_rows, scatter_row_logprobs, sub_batch_of_rows
 from vllm_trie.worker.select.select import Selector
-from vllm_trie.worker.speculation import Speculation
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.speculation import RunnerSpeculation
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
-    from vllm_trie.worker.pipeline import Stages
-    from vllm_trie.worker.rank_check import RankCheck
+    from vllm_trie.worker.pipeline import PipelineStages
+    from vllm_trie.worker.rank_check import WorkerRankCheck
     from vllm_trie.worker.select.amateur import SelectionAmateur
 
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
@@ -68,15 +68,15 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.groups: dict[str, GroupRows] = {}
-        self.step = StepContext()
-        self.rank_check: RankCheck | None = None
-        self.stages: Stages | None = None
+        self.step = RunnerStepContext()
+        self.rank_check: WorkerRankCheck | None = None
+        self.stages: PipelineStages | None = None
         # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once.
         self._sharing: tuple[dict[str, tuple[int, list[int]]], bool] = {}, False
         self.catalogs: RowCatalogs
         self.rows: Rows
         self.selector: Selector
-        self.speculation = Speculation()
+        self.speculation = RunnerSpeculation()
         self.amateur: SelectionAmateur | None = None
 
     @cached_property
@@ -101,11 +101,14 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return
         together = self.max_num_reqs
         if not sees(self.device):
-            widest_steps = launches.for_gpus("startup.widest_steps")
+            widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
             together = widest_steps.most_rows_measured_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
-        if launches.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            graphs = launches.for_gpus("select.step_graphs")
+        if (
+            launches.worker_runs_kernels_on(self.device)
+            and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        ):
+            graphs = launches.worker_module_for_gpus("select.step_graphs")
             self.selector.graphs = graphs.SelectionGraphs(
                 self.device, self.model_config.dtype, graphs.SelectionGraphCapture()
             )
@@ -114,13 +117,13 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     def _make_what_few_need(self) -> None:
         """Make the parts that few engines have, and load them only there."""
         if plugin_config_of(self.vllm_config).debug_rank_check:
-            from vllm_trie.worker.rank_check import rank_check
+            from vllm_trie.worker.rank_check import worker_rank_check
 
-            self.rank_check = rank_check(self.vllm_config)
+            self.rank_check = worker_rank_check(self.vllm_config)
         if self.pp_handler is not None:
-            from vllm_trie.worker.pipeline import Stages
+            from vllm_trie.worker.pipeline import PipelineStages
 
-            self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
+            self.stages = PipelineStages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         if isinstance(self.speculator, StandaloneARSpeculator):
             from vllm_trie.worker.select.amateur import SelectionAmateur
 
@@ -129,9 +132,11 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_attention_layers(self.vllm_config, [*chain(*self.attn_groups)])
-        if launches.run_on(self.device):
-            launches.for_gpus("startup.layer_bytes").tell_measured_layer_bytes(self)
-            launches.for_gpus("startup.plain_step_graphs").capture_plain_step_graphs(self.cudagraph_manager)
+        if launches.worker_runs_kernels_on(self.device):
+            launches.worker_module_for_gpus("startup.layer_bytes").tell_measured_layer_bytes(self)
+            launches.worker_module_for_gpus("startup.plain_step_graphs").capture_plain_step_graphs(
+                self.cudagraph_manager
+            )
         if not is_profiling:
             self.speculation.begin()
 
@@ -149,7 +154,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return
         logits = self.model.compute_logits(hidden_states)
         self.speculation.take_memory()
-        widest_steps = launches.for_gpus("startup.widest_steps")
+        widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
         widest_steps.take_widest_startup_steps(logits, num_heavy, self.model_config.max_logprobs)
 
@@ -174,7 +179,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         return output
 
     def rest(self) -> None:
-        self.step = StepContext()
+        self.step = RunnerStepContext()
         super().rest()
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +210,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
         sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
         if sharing != self._sharing[0]:
-            self._sharing = sharing, reads_shared_blocks_once(self, sharing.values())
+            self._sharing = sharing, runner_reads_shared_blocks_once(self, sharing.values())
         # Full graphs of decoding steps hold vLLM's attention.
         return state, None if self._sets_rows_apart else uniform_token_count
 
@@ -285,8 +290,8 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
         put = (
-            launches.for_gpus("kernels.rows_beside").launch_put_sampled
-            if launches.run_on(self.device)
+            launches.worker_module_for_gpus("kernels.rows_beside").launch_put_sampled
+            if launches.worker_runs_kernels_on(self.device)
             else put_sampled_rows
         )
         put(smaller.rows, own, sampled, counts, rejected)
@@ -301,10 +306,10 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         output, step = super().sample_tokens(grammar_output, *args, **kwargs), self.step
         if not (step.selected or step.decided):
             return output
-        return BeamOutput(output, step, self.main_stream, self.output_copy_stream)
+        return BeamRunnerOutput(output, step, self.main_stream, self.output_copy_stream)
 
 
-class BeamOutput(AsyncModelRunnerOutput):
+class BeamRunnerOutput(AsyncModelRunnerOutput):
     """A step's output and what it decided of groups, on its way to the host beside vLLM's own.
 
     Args:
@@ -314,7 +319,7 @@ class BeamOutput(AsyncModelRunnerOutput):
         copy_stream: Where it is copied.
     """
 
-    def __init__(self, stock: Any, step: StepContext, main_stream: Any, copy_stream: Any) -> None:
+    def __init__(self, stock: Any, step: RunnerStepContext, main_stream: Any, copy_stream: Any) -> None:
         self._stock, self._step = stock, step  # which keeps what is copied from alive
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with stream(copy_stream, main_stream):

@@ -15,7 +15,7 @@ import torch
 
 from vllm_trie.messages import DecidedMessage
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_trie.worker.kernels import KernelVariants
 
 
-class Speculation:
+class RunnerSpeculation:
     """Drafts for the groups of a runner, and takes as many steps of their searches as the target verifies.
 
     This is that of an engine without drafts, which does nothing. The class that fills it in is made with the runner,
@@ -52,7 +52,7 @@ class Speculation:
     def warm_up_stock(self) -> None:
         """Launch those of vLLM's kernels that drafts launch in other variants than vLLM's own warm-up."""
 
-    def propose(self, step: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
+    def propose(self, step: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
         """Draft for groups with a budget, before the forward: `step.forests`, and in `output` what rows compute.
 
         Where it cannot, `step.cannot_draft`.
@@ -92,7 +92,7 @@ class Speculation:
         return {}
 
 
-class LeavesRoom:
+class WorkerLeavesRoom:
     """A worker that leaves room for what drafts need beside vLLM's KV cache."""
 
     model_runner: Any

@@ -35,7 +35,7 @@ class PackedStep(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepContext:
+class RunnerStepContext:
     """One step of the engine, from `execute_model` to `sample_tokens`: all that one hook leaves to another.
 
     `decided_at` is the moment in the device's stream at which all is decided.

@@ -36,7 +36,7 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
             return take_step(rules, *args)
 
         monkeypatch.setattr(module, "take_step_by_kernels", noted)
-    monkeypatch.setattr(launches, "run_on", lambda _: True)
+    monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
     return taken
 
 

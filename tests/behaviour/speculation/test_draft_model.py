@@ -16,7 +16,7 @@ from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_without_catching_up_it_says_something_else_and_the_search_finds_the_sam
 ) -> None:
     draft = ModelDrafts.forests
 
-    def drafted_from_the_newest(drafts: ModelDrafts, context: StepContext, groups: dict[str, GroupRows]) -> Any:
+    def drafted_from_the_newest(drafts: ModelDrafts, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Any:
         for group in (groups[group_id] for group_id in context.speculating):
             group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
         return draft(drafts, context, groups)

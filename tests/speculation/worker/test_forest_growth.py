@@ -236,7 +236,7 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
             patch.setattr(module, "rank", rank)
         patch.setattr(drafts, "launch_best_drafts", best_of_rows)
         patch.setattr(growth_kernels, "SLOTS", (most_slots,))
-        patch.setattr(launches, "run_on", lambda _: by_kernels)
+        patch.setattr(launches, "worker_runs_kernels_on", lambda _: by_kernels)
         seen, planted = problem.planted(), problem.planted()
         unseen = UnseenForests(planted, problem.block_sizes, DEVICE)
         plans = unseen._plans

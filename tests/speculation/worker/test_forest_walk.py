@@ -184,7 +184,7 @@ def test_by_kernels_they_draft_and_find_the_same(monkeypatch: pytest.MonkeyPatch
     by_torch = Planted(rules, 1, is_coarse=False, num_groups=2)
     expected = SearchedForest.search(by_torch.nodes())
     pretend_unseen(monkeypatch)
-    monkeypatch.setattr(launches, "run_on", lambda _: True)
+    monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
     by_kernels = Planted(rules, 1, is_coarse=False, num_groups=2, are_unseen=True)
     for own, theirs in zip(by_kernels.forest_steps, by_torch.forest_steps, strict=True):
         assert (own.forest.tokens, own.forest.parents) == (theirs.forest.tokens, theirs.forest.parents)

@@ -32,7 +32,7 @@ from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = Sizes(300, 2, 2, 32)
@@ -305,7 +305,7 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     monkeypatch.setattr(step_graphs, "SelectionGraphCapture", TakenAgain)
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
-    runner.speculator, runner.pp_handler, runner.speculation = None, None, Speculation()
+    runner.speculator, runner.pp_handler, runner.speculation = None, None, RunnerSpeculation()
     runner.sampler, runner.model_state = SimpleNamespace(), object.__new__(DefaultModelState)
     runner.model_state.rope_state = None
     runner.model_config = SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 300)

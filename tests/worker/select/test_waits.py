@@ -48,7 +48,7 @@ from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 
 NUM_SLOTS, VOCAB_SIZE, WIDTH = 16, 300, 3
 RULES: dict[str, SelectRules] = {
@@ -161,9 +161,9 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     runner.speculation, runner.groups, runner.step = TreeSpeculation(runner), {}, drafting
     runner.speculator, runner.speculation.drafter = SimpleNamespace(), SimpleNamespace(draft=waiting)
     runner.update_requests(None)
-    runner.catalogs, runner.speculation = SimpleNamespace(apply=waiting), Speculation()
+    runner.catalogs, runner.speculation = SimpleNamespace(apply=waiting), RunnerSpeculation()
     runner._copies_rows, runner.execute_model_state, runner.sampler = False, None, None
-    monkeypatch.setattr(runner_module, "StepContext", lambda: drafting)
+    monkeypatch.setattr(runner_module, "RunnerStepContext", lambda: drafting)
     monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
     output = SchedulerOutput.make_empty()
     attach_group_messages(output, {}, CatalogChanges())

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.support.engine import TRAINED_TARGET
 from tests.support.graphs import as_on_a_gpu
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup import layer_bytes
 from vllm_trie.worker.startup.plain_step_graphs import capture_plain_step_graphs
 
@@ -96,7 +96,7 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     """Also for the profile by which vLLM reckons the memory of graphs."""
     runner: Any = object.__new__(BeamModelRunner)
     graphs = manager()
-    runner.vllm_config, runner.attn_groups, runner.speculation = graphs.vllm_config, [], Speculation()
+    runner.vllm_config, runner.attn_groups, runner.speculation = graphs.vllm_config, [], RunnerSpeculation()
     runner.device = torch.device("cuda")
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)

@@ -35,7 +35,7 @@ from vllm_trie.worker.kernels.best import SLOTS
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.select.by_kernels import select_by_kernels
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup import warm_up as warm_up_module
 from vllm_trie.worker.startup.warm_up import warm_up_at_startup
 
@@ -96,7 +96,7 @@ def runner_with(
         block_tables=SimpleNamespace(input_block_tables=[torch.zeros(MOST_ROWS, 48, dtype=torch.int32)]),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
-    runner.speculation = TreeSpeculation(runner) if has_drafts else Speculation()
+    runner.speculation = TreeSpeculation(runner) if has_drafts else RunnerSpeculation()
     return runner
 
 
@@ -238,7 +238,7 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
 
 def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:
     runner = runner_with({})
-    runner.sampler, runner.speculation = None, Speculation()  # pipelines do not speculate
+    runner.sampler, runner.speculation = None, RunnerSpeculation()  # pipelines do not speculate
     warm_up_at_startup(runner)
     assert noted["_reorder_kv_kernel"].count > noted["_tile_max_kernel"].count == 0
 

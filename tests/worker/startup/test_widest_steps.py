@@ -44,7 +44,7 @@ from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
 from vllm_trie.worker.select.step_graphs import SelectionGraphs
-from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup import widest_steps
 from vllm_trie.worker.startup.widest_steps import (
     ROWS,
@@ -267,7 +267,7 @@ def spec_of(layer: torch.Tensor) -> FullAttentionSpec:
     )
 
 
-NO_DRAFTS = Speculation()
+NO_DRAFTS = RunnerSpeculation()
 
 
 class ProfiledRunner(BeamModelRunner):

@@ -23,10 +23,10 @@ from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.speculation.worker.roots import Roots
 from vllm_trie.speculation.worker.searched_forest import SearchedForest
 from vllm_trie.speculation.worker.tree_rows import TreeRows
-from vllm_trie.worker.rank_check import RankCheck
+from vllm_trie.worker.rank_check import WorkerRankCheck
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.select.select import Selector
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 Forests = dict[str, ForestStep]  # by group
 FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForest}  # by strategy; for others one that is searched
@@ -43,7 +43,7 @@ class Drafter(ABC):
     """
 
     def __init__(
-        self, runner: GPUModelRunner, selector: Selector, tree_rows: TreeRows, rank_check: RankCheck | None
+        self, runner: GPUModelRunner, selector: Selector, tree_rows: TreeRows, rank_check: WorkerRankCheck | None
     ) -> None:
         self._runner = runner
         self._selector = selector
@@ -51,7 +51,7 @@ class Drafter(ABC):
         self._rank_check = rank_check
 
     @abstractmethod
-    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+    def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
         """A forest for every group with a budget; for none of those that it has no drafts for.
 
         Args:
@@ -59,7 +59,7 @@ class Drafter(ABC):
             groups: Of the runner.
         """
 
-    def draft(self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> Forests:
+    def draft(self, context: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> Forests:
         """The forests of groups that speculate; what their rows compute is added to `output`."""
         forests = self.forests(context, groups)
         for forest_step in forests.values():

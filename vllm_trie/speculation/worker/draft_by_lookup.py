@@ -19,7 +19,7 @@ from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.roots import Roots, roots_of
 from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 MOST_OF_BEAM = 4  # different continuations of a beam
 NO_TOKEN = -1
@@ -33,7 +33,7 @@ class LookupDrafts(Drafter):
         config = self._runner.speculative_config
         return NGrams(config.prompt_lookup_min, config.prompt_lookup_max)
 
-    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+    def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
         forests, drafting = dict[str, ForestStep](), [groups[group_id] for group_id in context.speculating]
         roots = roots_of(self._selector.rows, drafting, [len(group.prompt) for group in drafting])

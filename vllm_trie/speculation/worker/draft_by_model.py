@@ -13,7 +13,7 @@ from vllm_trie.speculation.worker.roots import Roots, roots_of
 from vllm_trie.speculation.worker.searched_forest import SearchedForest
 from vllm_trie.speculation.worker.unseen_forests import UnseenForests
 from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 class ModelDrafts(Drafter):
@@ -24,7 +24,7 @@ class ModelDrafts(Drafter):
         """The runner's."""
         return DraftModel(self._runner)
 
-    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+    def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
         drafting = [groups[group_id] for group_id in context.speculating]
         roots = roots_of(self._selector.rows, drafting, [group.num_drafted for group in drafting])

@@ -67,5 +67,7 @@ class Nodes:
 
         num_tokens = np.array([self.forest_step.start + 1])
         completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
-        into_slots = slots_kernel.launch_select_next if launches.run_on(self.values.device) else select_next
+        into_slots = (
+            slots_kernel.launch_select_next if launches.worker_runs_kernels_on(self.values.device) else select_next
+        )
         return Means(completes=completes, select_next=into_slots)

@@ -98,7 +98,7 @@ class Walk:
     def _take(self, rules: SelectRules, nodes: torch.Tensor, beams: Beams) -> Taken:
         """One step from beams at `nodes` [G, b]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
-        if launches.run_on(device) and (take := select_by_kernels(rules, beams, self._values.shape[1])):
+        if launches.worker_runs_kernels_on(device) and (take := select_by_kernels(rules, beams, self._values.shape[1])):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = KernelLogits.of(self._values, at, rules.stops)
             return take(rules, which, beams, numbers(len(at), device), nowhere)

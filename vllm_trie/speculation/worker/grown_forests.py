@@ -78,7 +78,7 @@ class GrownForests:
         """
         laid, batch = self.lay(rows), rows.batch
         inputs = TargetInputs(batch.input_ids, batch.positions, slot_mappings)
-        if launches.run_on(batch.positions.device):
+        if launches.worker_runs_kernels_on(batch.positions.device):
             kernels.launch_lay_out_forests(self._growing, self._layout, inputs, laid)
             return
         for plan in self.plans:

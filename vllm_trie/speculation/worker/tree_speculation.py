@@ -38,8 +38,8 @@ from vllm_trie.worker.rows.rows import row_rope_state
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import sub_forward_of_rows
 from vllm_trie.worker.select.amateur import contrasting_selections
-from vllm_trie.worker.speculation import Speculation
-from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.speculation import RunnerSpeculation
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
 
-class TreeSpeculation(Speculation):
+class TreeSpeculation(RunnerSpeculation):
     """Forests of drafts by the speculator of a runner.
 
     Args:
@@ -77,7 +77,7 @@ class TreeSpeculation(Speculation):
             ) from error
 
     def attach(self) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         runner = self._runner
         self.rows = TreeRows(runner, runner.rows)
         kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafts)
@@ -87,21 +87,21 @@ class TreeSpeculation(Speculation):
             rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
 
     def take_memory(self) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         take_widest_move(self._runner)
 
     def leave_room(self, num_bytes: int) -> int:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         return leave_room(self._runner, num_bytes)
 
     def begin(self) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         self.takes_trees = attention_takes_trees(self._runner)
         if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
             self.rows.hidden_states = self._runner.rows.beside = HiddenStates(self._runner)
 
     def warm_up(self, serving: KernelVariants) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         if not self.takes_trees:
             return
         serving = serving._replace(draft_logits=tuple(draft_logits(self._runner)))
@@ -112,11 +112,11 @@ class TreeSpeculation(Speculation):
             copies.warm_up_kv_moves(segments)
 
     def warm_up_stock(self) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         draft_warm_up.warm_up(self._runner, self.rows.drafts if self.takes_trees else None)
 
-    def propose(self, step: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
-        """See `Speculation`."""
+    def propose(self, step: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
+        """See `RunnerSpeculation`."""
         self._forests, self._positions, step.cannot_draft = {}, None, not self.takes_trees
         if step.speculating and self.takes_trees:
             self._runner.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
@@ -127,11 +127,11 @@ class TreeSpeculation(Speculation):
             step.forests = self._forests
 
     def in_place(self) -> AbstractContextManager[None]:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         return self.rows.in_place()
 
     def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         rows = BatchRows(batch, self._runner.max_num_reqs)
         if (grown := grown_together(self._forests.values())) is not None:
             grown.place(rows, slot_mappings)
@@ -146,14 +146,14 @@ class TreeSpeculation(Speculation):
             self._positions.write(rope.positions, rope.prefill_delta.np)
 
     def keep(self, forward: Any) -> None:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         if self.rows.hidden_states is not None:
             self.rows.hidden_states.keep(forward)
 
     def accept(
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
     ) -> dict[str, DecidedMessage]:
-        """See `Speculation`."""
+        """See `RunnerSpeculation`."""
         if (grown := grown_together(self._forests.values())) is not None:
             grown.read()
             self.drafter.compare({key: one for key, one in self._forests.items() if one.grown is not None})

@@ -49,7 +49,7 @@ class UnseenForests:
         self._starts = np.arange(most + 1, dtype=np.int32)
         new_blocks = new_blocks_of(plans)
         beside: list[np.ndarray] = [depths, self._starts, layout_of(plans), *new_blocks]
-        self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.run_on(device) else None
+        self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.worker_runs_kernels_on(device) else None
         if self._kernels is not None:
             beside += self._kernels.arrays
         self._growing, there = forest_growth.plant(plans, beside, device)

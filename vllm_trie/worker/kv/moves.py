@@ -17,8 +17,10 @@ HELD = -1  # in the place of a block: what the program that copies holds
 
 def copy_kv_to_others(kv_blocks: KVBlocks, pairs: np.ndarray) -> None:
     """Copy whole blocks, in all layers, [copies, 2] from where, and where to; no block is both."""
-    if launches.run_on(kv_blocks.device):
-        launches.for_gpus("kv.copies").launch_kv_block_copies([[pair] for pair in pairs.tolist()], kv_blocks.segments)
+    if launches.worker_runs_kernels_on(kv_blocks.device):
+        launches.worker_module_for_gpus("kv.copies").launch_kv_block_copies(
+            [[pair] for pair in pairs.tolist()], kv_blocks.segments
+        )
     else:
         kv_blocks.copy_to_others(*uploaded(pairs.T.astype(np.int64), kv_blocks.device))
 
@@ -35,10 +37,12 @@ def move_kv(
         tokens: KV cache groups, and [2, tokens] slots of each, likewise.
     """
     moving = [(number, from_to) for number, from_to in tokens if from_to.size]
-    is_by_kernels = launches.run_on(kv_blocks.device)
+    is_by_kernels = launches.worker_runs_kernels_on(kv_blocks.device)
     held = _held_kv_tokens(kv_slots, moving, is_by_kernels)
     if len(blocks) and is_by_kernels and kv_blocks.are_apart:
-        launches.for_gpus("kv.copies").launch_kv_block_copies(kv_copy_chains_of(blocks), kv_blocks.segments)
+        launches.worker_module_for_gpus("kv.copies").launch_kv_block_copies(
+            kv_copy_chains_of(blocks), kv_blocks.segments
+        )
     elif len(blocks):
         kv_blocks.copy(*blocks.T)
     held()
@@ -47,7 +51,7 @@ def move_kv(
 def _held_kv_tokens(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels: bool) -> Callable[[], None]:
     """Read tokens; what is returned writes them."""
     if moving and is_by_kernels and kv_slots.segments is not None:
-        return launches.for_gpus("kv.copies").HeldKVTokens(moving, kv_slots.segments).write
+        return launches.worker_module_for_gpus("kv.copies").HeldKVTokens(moving, kv_slots.segments).write
     held = [(number, to, kv_slots.read(number, from_)) for number, (from_, to) in moving]
 
     def write() -> None:

@@ -116,8 +116,8 @@ def reorder_kv_rows(
         kv_blocks: What the blocks hold.
         kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
-    if launches.run_on(tokens.device):
-        launches.for_gpus("kv.copies").launch_kv_reorder(rows, tokens, tables, kv_blocks.segments)
+    if launches.worker_runs_kernels_on(tokens.device):
+        launches.worker_module_for_gpus("kv.copies").launch_kv_reorder(rows, tokens, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).num_tokens_on_host):
         copy_kv_histories(moving, tokens, tables)
         copy_kv_tails(moving, tables, kv_blocks, kv_slots)

@@ -237,10 +237,10 @@ class Rows:
 
     def _reorder_controls(self, rows: KVReorder) -> None:
         """Let rows take over what the processors of their logits know of those that they continue."""
-        if not launches.run_on(self.device):
+        if not launches.worker_runs_kernels_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)
             return
-        launches.for_gpus("kernels.controls").launch_reorder_counts(rows, self._counts)
+        launches.worker_module_for_gpus("kernels.controls").launch_reorder_counts(rows, self._counts)
         for take_over in self._of_processors:
             take_over(rows.rows[0], rows.sources)
 

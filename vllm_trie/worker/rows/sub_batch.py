@@ -57,7 +57,11 @@ def sub_batch_of_rows(batch: InputBatch, rows: np.ndarray) -> RowSubBatch:
     at, logits, moved, tokens, starts, cumulative = uploaded_together(
         [*indices, query_starts, cu_num_logits], batch.input_ids.device
     )
-    take = launches.for_gpus("kernels.rows_beside").launch_take_rows if launches.run_on(at.device) else take_batch_rows
+    take = (
+        launches.worker_module_for_gpus("kernels.rows_beside").launch_take_rows
+        if launches.worker_runs_kernels_on(at.device)
+        else take_batch_rows
+    )
     fields = dict(zip(TAKEN, take(at, logits, moved, tokens, [getattr(batch, name) for name in TAKEN]), strict=True))
     is_prefilling, counts = batch.is_prefilling_np[rows], _some_rows(batch.num_draft_tokens_per_req, rows)
     smaller = replace(

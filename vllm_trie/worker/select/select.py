@@ -28,7 +28,7 @@ from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
-from vllm_trie.worker.step_context import PackedStep, StepContext
+from vllm_trie.worker.step_context import PackedStep, RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -75,7 +75,7 @@ class Selector:
         self.graphs: SelectionGraphs | None = None
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
-    def begin(self, context: StepContext) -> None:
+    def begin(self, context: RunnerStepContext) -> None:
         """Begin the states of rows that are new, once they have tokens that the host knows."""
         for group_id in context.entered:
             if group_id not in context.new_tokens_unknown:
@@ -86,7 +86,7 @@ class Selector:
         """Keep nothing of the last batch: there are no groups in this one."""
         self._plan = None
 
-    def plan(self, context: StepContext, batch: InputBatch) -> SelectionBatchPlan:
+    def plan(self, context: RunnerStepContext, batch: InputBatch) -> SelectionBatchPlan:
         """What is known of a batch before there are logits: what was known of the last one, as a rule."""
         plain, masks = context.plain, context.masks
         in_step = {
@@ -107,7 +107,7 @@ class Selector:
 
     def select(
         self,
-        context: StepContext,
+        context: RunnerStepContext,
         plan: SelectionBatchPlan,
         logits: torch.Tensor,
         sampled: torch.Tensor,
@@ -124,7 +124,9 @@ class Selector:
         """
         selected, parents = [], []
         into_slots = (
-            launches.for_gpus("kernels.slots").launch_select_next if launches.run_on(logits.device) else select_next
+            launches.worker_module_for_gpus("kernels.slots").launch_select_next
+            if launches.worker_runs_kernels_on(logits.device)
+            else select_next
         )
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
@@ -158,12 +160,12 @@ class Selector:
     ) -> Taken:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
-        if not launches.run_on(values.device):
+        if not launches.worker_runs_kernels_on(values.device):
             step = take_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
             sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return Taken(Going.of(step), *packed(step))
         at, places = cohort.on_device
-        kernels = launches.for_gpus("select.by_kernels")
+        kernels = launches.worker_module_for_gpus("select.by_kernels")
         logits_of = kernels.KernelLogits.of(values, at, rules.stops)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
             taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, slice(None)))
@@ -200,8 +202,8 @@ class Selector:
         in_slots = uploaded_once(slots, device)
         local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
-        if launches.run_on(device):
-            take_newest = launches.for_gpus("kernels.controls").launch_take_newest
+        if launches.worker_runs_kernels_on(device):
+            take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
             positions, tokens = take_newest(uploaded_once(index, device), *of_batch)
         else:
             newest = batch.logits_indices[at]
