@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_trie.engine.stats import GroupCounts
-from vllm_trie.speculation.search.rejection import DraftRules
+from vllm_trie.speculation.search.rejection import DraftAcceptanceRules
 
 
 class Steps(NamedTuple):
@@ -73,7 +73,7 @@ class Layers:
 @contextmanager
 def verified_layers() -> Iterator[Layers]:
     """Count the layers that engines of this process verify."""
-    layers, verify = Layers(), DraftRules.verify
+    layers, verify = Layers(), DraftAcceptanceRules.verify
 
     def counted(*args: Any) -> Any:
         verified = verify(*args)
@@ -81,7 +81,7 @@ def verified_layers() -> Iterator[Layers]:
         layers.num_accepted += verified.is_complete
         return verified
 
-    with mock.patch.object(DraftRules, "verify", counted):
+    with mock.patch.object(DraftAcceptanceRules, "verify", counted):
         yield layers
 
 

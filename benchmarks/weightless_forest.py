@@ -19,12 +19,12 @@ from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.speculation.worker import draft_model
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
-from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.draft_model import DraftModel
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, on_host
-from vllm_trie.speculation.worker.grown_forests import GrownForests, grown_together
-from vllm_trie.speculation.worker.tree_rows import TreeRows
-from vllm_trie.speculation.worker.verify import verify
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, grown_forests_on_host
+from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
+from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
+from vllm_trie.speculation.worker.verify import verify_forests
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.group_rows import BatchRows
@@ -70,8 +70,8 @@ class WeightlessForest(WeightlessStep):
         self.selector.rows.kv_blocks = KVBlocks(caches, NUM_BLOCKS)
         by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
         self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
-        self.tree_rows = TreeRows(runner, self.selector.rows)
-        self.drafter = ModelDrafts(runner, self.selector, self.tree_rows, None)
+        self.tree_rows = DraftTreeRows(runner, self.selector.rows)
+        self.drafter = ModelDrafter(runner, self.selector, self.tree_rows, None)
         for group in self.groups.values():
             group.num_drafted = len(PROMPT) - 1
 
@@ -103,7 +103,7 @@ class WeightlessForest(WeightlessStep):
         starts = np.concatenate([[0], num_nodes.cumsum()]).astype(np.int32)
         batch.cu_num_logits_np = batch.query_start_loc_np = starts
         batch.positions, batch.input_ids = nowhere(int(starts[-1])), nowhere(int(starts[-1]), dtype=torch.int32)
-        rows, grown = BatchRows(batch, self.num_slots), grown_together(forests.values())
+        rows, grown = BatchRows(batch, self.num_slots), forests_grown_together(forests.values())
         assert grown is not None
         for forest_step in forests.values():
             forest_step.trees(rows)
@@ -112,7 +112,7 @@ class WeightlessForest(WeightlessStep):
         grown.read()
         logits = nowhere(int(starts[-1]), self.vocab_size, dtype=torch.bfloat16)
         sampled, counts = nowhere(len(slots), context.most_steps), np.zeros((2, len(slots)), np.int32)
-        paths, context.decided = verify(self.selector, forests, 0.0, rows, logits, counts)
+        paths, context.decided = verify_forests(self.selector, forests, 0.0, rows, logits, counts)
         self.tree_rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
         self.runner.req_states.num_computed_tokens_np[slots] += context.most_steps
         return context
@@ -131,7 +131,7 @@ class WeightlessForest(WeightlessStep):
 
 def _one_path(grown: GrownForests) -> np.ndarray:
     """What the host would read of forests each of which has grown one node a layer, after its first root."""
-    drafted, rows, tables = on_host(np.zeros(grown._growing.words.shape, np.int32), grown._growing)
+    drafted, rows, tables = grown_forests_on_host(np.zeros(grown._growing.words.shape, np.int32), grown._growing)
     drafted[0] = NO_NODE
     for plan in grown.plans:
         for part in plan.parts:

@@ -15,10 +15,10 @@ from tests.support.running import prompt_of, run
 from tests.support.unseen import paths_before
 from vllm_trie.engine.scheduler import BeamScheduler
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
-from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.draft_model import DraftModel
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 
 TOLERANCE = 1e-3
 MOST_WRONG = 100  # rows, after which the rest is not compared
@@ -33,9 +33,9 @@ class Alone:
         self.num_unseen = 0  # of those that are compared
         self._are_unseen = False
         self._texts: list[tuple[list[int], list[int]]] = []  # of the rows of the next logits, up to its root and after
-        draft_layer, logits, add_pending = ModelDrafts._draft_layer, DraftModel.logits, DraftBatch.add_pending
+        draft_layer, logits, add_pending = ModelDrafter._draft_layer, DraftModel.logits, DraftBatch.add_pending
 
-        def layer_after(drafts: ModelDrafts, forests: dict[str, ForestStep], number: int) -> None:
+        def layer_after(drafts: ModelDrafter, forests: dict[str, ForestStep], number: int) -> None:
             active = [one for one in forests.values() if one.budget.num_layers >= number and one.layer.nodes]
             self._texts = [self._text(one, node) for one in active for node in one.layer.nodes]
             draft_layer(drafts, forests, number)
@@ -57,21 +57,21 @@ class Alone:
             self.num_caught_up += most is not None
             add_pending(batch, forest_step, most)
 
-        all_unseen, draft_unseen = ModelDrafts._draft_unseen, UnseenForests.draft
+        all_unseen, draft_unseen = ModelDrafter._draft_unseen, DeviceForests.draft
 
-        def all_layers(drafts: ModelDrafts, forests: dict[str, ForestStep]) -> None:
+        def all_layers(drafts: ModelDrafter, forests: dict[str, ForestStep]) -> None:
             self._are_unseen = True
             all_unseen(drafts, forests)
             self._are_unseen = False
 
-        def unseen_after(unseen: UnseenForests, found: torch.Tensor, number: int) -> None:
+        def unseen_after(unseen: DeviceForests, found: torch.Tensor, number: int) -> None:
             """The device is seen by this test alone."""
             self._compare_unseen(unseen, found, number)
             draft_unseen(unseen, found, number)
 
-        monkeypatch.setattr(ModelDrafts, "_draft_unseen", all_layers)
-        monkeypatch.setattr(UnseenForests, "draft", unseen_after)
-        monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)
+        monkeypatch.setattr(ModelDrafter, "_draft_unseen", all_layers)
+        monkeypatch.setattr(DeviceForests, "draft", unseen_after)
+        monkeypatch.setattr(ModelDrafter, "_draft_layer", layer_after)
         monkeypatch.setattr(DraftModel, "logits", compared)
         monkeypatch.setattr(DraftBatch, "add_pending", caught_up)
 
@@ -88,7 +88,7 @@ class Alone:
         for (_, num_drafts), numbers in of_lengths.items():
             self._compare([[*texts[number][0], *texts[number][1]] for number in numbers], num_drafts, found[numbers])
 
-    def _compare_unseen(self, unseen: UnseenForests, found: torch.Tensor, number: int) -> None:
+    def _compare_unseen(self, unseen: DeviceForests, found: torch.Tensor, number: int) -> None:
         texts, at = [], []
         for row, (plan, path) in enumerate(paths_before(unseen, number)):
             if path is not None:

@@ -1,4 +1,4 @@
-"""The exact distribution of what `verify` returns: each draft, each decision and each draw in a branch of its own."""
+"""The exact distribution of what `accept_drafts` returns: each draft, decision and draw in a branch of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.speculation.search import rejection
-from vllm_trie.speculation.search.rejection import Verified, verify
+from vllm_trie.speculation.search.rejection import AcceptedLayer, accept_drafts
 
 Draw = Callable[["Branches", torch.Tensor, int, bool], np.ndarray]
 
@@ -70,7 +70,9 @@ def draw(rng: Branches, p: torch.Tensor, count: int, _replacement: bool) -> np.n
     return np.zeros(1, dtype=np.int64)
 
 
-def branches(run: Callable[[Branches], Verified], width: int, draw: Draw = draw) -> Iterator[tuple[Branches, Verified]]:
+def branches(
+    run: Callable[[Branches], AcceptedLayer], width: int, draw: Draw = draw
+) -> Iterator[tuple[Branches, AcceptedLayer]]:
     """Every way through `run`, and what it returns."""
     paths: list[list[int]] = [[]]
     with patch.object(rejection, "draw_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)):
@@ -92,13 +94,13 @@ def pair_distribution(
     tested: torch.Tensor | None = None,
     draw: Draw = draw,
 ) -> np.ndarray:
-    """[N, N], the distribution of the two cells that `verify` makes of drafts from q; options do it wrong."""
+    """[N, N], the distribution of the two cells that `accept_drafts` makes of drafts from q; options do it wrong."""
     drawn = replacement if drawn_with_replacement is None else drawn_with_replacement
     tested = q if tested is None else tested
     distribution = np.zeros((p.numel(), p.numel()))
 
-    def run(rng: Branches) -> Verified:
-        return verify(p, tested, arranged(rng.drafts(q, num_drafts, drawn)), 2, replacement, rng)
+    def run(rng: Branches) -> AcceptedLayer:
+        return accept_drafts(p, tested, arranged(rng.drafts(q, num_drafts, drawn)), 2, replacement, rng)
 
     for rng, verified in branches(run, 2, draw):
         first, second = verified.cells

@@ -8,8 +8,8 @@ from itertools import cycle
 import pytest
 
 from vllm_trie.speculation.worker import draft_by_model, forest_walk, searched_forest
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, Part
-from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowthPart
+from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 
 
 def pretend_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +24,14 @@ def grow_unseen_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_by_model, "sees", lambda _: next(turns))
 
 
-def paths_before(unseen: UnseenForests, number: int) -> Iterator[tuple[ForestPlan, list[int] | None]]:
+def paths_before(unseen: DeviceForests, number: int) -> Iterator[tuple[ForestGrowthPlan, list[int] | None]]:
     """The beam and the drafts that lead to each node after which layer `number` grows; None for what is no node."""
     for plan in unseen._active(number):
         for at in range(plan.parts[number - 1].size):
             yield plan, _path(unseen, plan.parts[:number], at)
 
 
-def _path(unseen: UnseenForests, parts: list[Part], at: int) -> list[int] | None:
+def _path(unseen: DeviceForests, parts: list[GrowthPart], at: int) -> list[int] | None:
     path = list[int]()
     for part in reversed(parts[1:]):
         path.insert(0, int(unseen._growing.tokens[part.first + at]))

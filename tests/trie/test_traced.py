@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.traces import check_drafts
 from vllm_trie.speculation.search.forest import Forest
-from vllm_trie.speculation.worker.verify import drafted_forest
+from vllm_trie.speculation.worker.verify import verified_draft_forest
 from vllm_trie.trace import Trace
 from vllm_trie.trace.trace import trace_tokens_of
 from vllm_trie.trie import hypotheses
@@ -87,7 +87,7 @@ def test_a_forest_is_told_without_its_roots() -> None:
     forest = Forest([5, 6], max_drafts=4)
     first, second = forest.add(1, 7), forest.add(0, 8)
     third = forest.add(second, 9)
-    traced = drafted_forest(forest, [[0, 1], [second, 0], [third, first]])
+    traced = verified_draft_forest(forest, [[0, 1], [second, 0], [third, first]])
     assert traced == DraftedForest(parents=[-2, -1, 1], tokens=[7, 8, 9], accepted=[[1, -1], [2, 0]])
 
 

@@ -14,7 +14,7 @@ from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
 from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie.speculation.search.forest import Forest
-from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.step_context import RunnerStepContext
 
@@ -47,14 +47,14 @@ def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, m
 def test_without_catching_up_it_says_something_else_and_the_search_finds_the_same(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = ModelDrafts.forests
+    draft = ModelDrafter.forests
 
-    def drafted_from_the_newest(drafts: ModelDrafts, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Any:
+    def drafted_from_the_newest(drafts: ModelDrafter, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Any:
         for group in (groups[group_id] for group_id in context.speculating):
             group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
         return draft(drafts, context, groups)
 
-    monkeypatch.setattr(ModelDrafts, "forests", drafted_from_the_newest)
+    monkeypatch.setattr(ModelDrafter, "forests", drafted_from_the_newest)
     assert count_differing(*search(engine, monkeypatch)) == 0
     assert alone.num_wrong > alone.num_compared // 10
 

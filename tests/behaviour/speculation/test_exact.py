@@ -30,7 +30,7 @@ from tests.support.unseen import grow_unseen_in_turn, pretend_unseen
 from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
 from vllm_trie.speculation.worker import roots, verify
-from vllm_trie.speculation.worker.roots import Roots
+from vllm_trie.speculation.worker.roots import ForestRoots
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.slow
 
 def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every path that is accepted: the step that filled the roots' block, and how many steps there were."""
-    commits, stock = [], verify.accepted_path
+    commits, stock = [], verify.accepted_forest_path
 
     def accepted_path(one: Any, steps: Any, beams: Any) -> Any:
         commits.append((BLOCK_SIZE - one.start % BLOCK_SIZE, len(steps)))
         return stock(one, steps, beams)
 
-    monkeypatch.setattr(verify, "accepted_path", accepted_path)
+    monkeypatch.setattr(verify, "accepted_forest_path", accepted_path)
     return commits
 
 
@@ -63,19 +63,19 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
     engines: Engines, random_pair: Callable[[str, float], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, which the host does not see: it knows of rows what it would read there."""
-    known, compared = roots._known, 0
+    known, compared = roots._known_forest_roots, 0
 
-    def known_as_read(rows: Rows, group: GroupRows, first: int) -> Roots | None:
+    def known_as_read(rows: Rows, group: GroupRows, first: int) -> ForestRoots | None:
         nonlocal compared
         if (found := known(rows, group, first)) is not None:
-            (read,) = roots._read(rows, [group], [first])
+            (read,) = roots._read_forest_roots(rows, [group], [first])
             compared += 1
             assert [table.tolist() for table in found.tables] == [table.tolist() for table in read.tables]
             assert [of_rows.tolist() for of_rows in found[1:4]] == [of_rows.tolist() for of_rows in read[1:4]]
             assert found.end == read.end
         return found
 
-    monkeypatch.setattr(roots, "_known", known_as_read)
+    monkeypatch.setattr(roots, "_known_forest_roots", known_as_read)
     pretend_unseen(monkeypatch)
     engine = speculating(engines, random_pair("gqa", NOISE), 5, max_num_seqs=128)
     asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=BLOCK_SIZE + 6)

@@ -22,7 +22,7 @@ from tests.support.trained_pair import search as draw
 from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie import beam_params
 from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
-from vllm_trie.speculation.worker.hidden_states import HiddenStates
+from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ def leave_accepted_tokens_where_they_are(engine: Engine, monkeypatch: pytest.Mon
 
 
 def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HiddenStates, "keep", lambda *_: None)
+    monkeypatch.setattr(DraftHiddenStates, "keep", lambda *_: None)
 
 
 @pytest.mark.parametrize("spoil", [leave_out_copies_of_blocks, leave_accepted_tokens_where_they_are, keep_none])

@@ -27,7 +27,7 @@ from tests.support.pairs import (
 from tests.support.running import answers, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.speculation.worker.draft import Drafter
-from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafts
+from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -88,9 +88,9 @@ def test_drafts_lead_along_the_catalog(engine: Engine, monkeypatch: pytest.Monke
     beginnings = {tuple(item[:length]) for item in items for length in range(len(item) + 1)}
     prompt = [token for item in items[::3] for token in item]
     drafted = 0
-    forests = LookupDrafts.forests
+    forests = LookupDrafter.forests
 
-    def along(drafter: LookupDrafts, context: Any, groups: Any) -> Any:
+    def along(drafter: LookupDrafter, context: Any, groups: Any) -> Any:
         nonlocal drafted
         found = forests(drafter, context, groups)
         tokens = engine.runner.req_states.all_token_ids.gpu
@@ -102,7 +102,7 @@ def test_drafts_lead_along_the_catalog(engine: Engine, monkeypatch: pytest.Monke
                 drafted += len(path) - 1
         return found
 
-    monkeypatch.setattr(LookupDrafts, "forests", along)
+    monkeypatch.setattr(LookupDrafter, "forests", along)
     options = {"allowed_sequences": items, "catalog_items": 4, "catalog_stop": True, "max_tokens": 30}
     check_exact(engine, [(prompt, {"beam_width": width, **options}) for width in WIDTHS])
     assert drafted > 20
@@ -120,7 +120,7 @@ def test_where_nothing_repeats_itself_steps_are_plain(engine: Engine, monkeypatc
         raise AssertionError("nothing was found, and a forest was made")
 
     monkeypatch.setattr(Drafter, "_make_forest", no_forest)
-    monkeypatch.setattr(LookupDrafts, "_look_up", _nothing_of(LookupDrafts._look_up))
+    monkeypatch.setattr(LookupDrafter, "_look_up", _nothing_of(LookupDrafter._look_up))
     (output,) = check_exact(engine, [(prompt_of(20), {"beam_width": 4, "max_tokens": 9})])
     counts = output.kv_transfer_params["trie_beam"]
     assert (counts["drafted"], counts["steps_per_forward"]) == (0, 1.0)

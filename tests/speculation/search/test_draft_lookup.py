@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.speculation.search import draft_lookup as lookup
-from vllm_trie.speculation.search.draft_lookup import DraftPaths, NGrams, PromptIndex, add_drafts, continuations
+from vllm_trie.speculation.search.draft_lookup import (
+    DraftPaths,
+    DraftPromptIndex,
+    NGrams,
+    add_drafts_to_forest,
+    look_up_drafts,
+)
 from vllm_trie.speculation.search.forest import Forest
 
 MANY = 1000
@@ -21,7 +27,7 @@ def found(
     prompt: Sequence[int], generated: Sequence[Sequence[int]], ngrams: NGrams, num_tokens: int = 3, most: int = MANY
 ) -> list[Found]:
     """By beam, the best first."""
-    every = continuations(PromptIndex([*prompt]), np.array(generated, np.int32), ngrams, num_tokens, most)
+    every = look_up_drafts(DraftPromptIndex([*prompt]), np.array(generated, np.int32), ngrams, num_tokens, most)
     ranks = [0] * len(generated)
     of_beams: list[Found] = [[] for _ in generated]
     for beam, tokens in zip(every.beams.tolist(), every.tokens.tolist(), strict=True):
@@ -139,7 +145,7 @@ def planted(of_beams: list[Found], draft_width: int = MANY, max_drafts: int = MA
     ranked = sorted((rank, beam) for beam, every in enumerate(of_beams) for rank in range(len(every)))
     tokens = np.array([of_beams[beam][rank] for rank, beam in ranked], np.int32)
     forest = Forest([100 + beam for beam in range(len(of_beams))], max_drafts)
-    layers = add_drafts(forest, DraftPaths(np.array([beam for _, beam in ranked]), tokens), draft_width)
+    layers = add_drafts_to_forest(forest, DraftPaths(np.array([beam for _, beam in ranked]), tokens), draft_width)
     assert [node for layer in layers for node in layer] == [*range(len(of_beams), forest.num_nodes)]
     assert all(layers)
     assert all(len(layer) <= draft_width for layer in layers)
@@ -181,6 +187,6 @@ def test_forests_keep_to_their_limits(of_beams: list[Found], draft_width: int, m
 
 def test_of_a_token_that_is_everywhere_the_latest_places_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MOST_PLACES", 6)
-    of_beams, places = PromptIndex([5, 7, 5, 5, 7, 5, 5]).find(np.array([5, 7, 9]))
+    of_beams, places = DraftPromptIndex([5, 7, 5, 5, 7, 5, 5]).find(np.array([5, 7, 9]))
     assert of_beams.tolist() == [0, 0, 1, 1]
     assert places.tolist() == [5, 6, 1, 4]

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.engine import ROOT
 from tests.support.exhaustive import Branches, branches, distance
-from vllm_trie.speculation.search.rejection import Residual, Verified, verify
+from vllm_trie.speculation.search.rejection import AcceptedLayer, DraftRejectionResidual, accept_drafts
 
 PAGE = (ROOT / "docs" / "speculation.md").read_text()
 SECTION = PAGE.partition("## Two errors of the DSBD paper\n")[2].partition("\n## ")[0]
@@ -43,8 +43,8 @@ def distribution_of_one_beam(
     tested = q if tested is None else tested
     found = np.zeros(len(p))
 
-    def run(rng: Branches) -> Verified:
-        return verify(p[None], tested[None], kept(rng.drafts(q, num_drafts, True)), 1, True, rng)
+    def run(rng: Branches) -> AcceptedLayer:
+        return accept_drafts(p[None], tested[None], kept(rng.drafts(q, num_drafts, True)), 1, True, rng)
 
     for rng, verified in branches(run, 1):
         if rng.last is None:
@@ -56,8 +56,8 @@ def distribution_of_one_beam(
 
 @pytest.fixture
 def inverted(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = Residual.chance
-    monkeypatch.setattr(Residual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
+    chance = DraftRejectionResidual.chance
+    monkeypatch.setattr(DraftRejectionResidual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
 
 
 def test_by_the_right_ratio_a_layer_follows_the_target() -> None:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import Ended, HfPool
-from vllm_trie.speculation.search.forest import ROOT, BestTokens, Forest, Layer, affordable, grow
+from vllm_trie.speculation.search.forest import (
+    ROOT,
+    BestTokens,
+    Forest,
+    Layer,
+    affordable_forest_layers,
+    draft_forest_layer,
+)
 
 EOS, VOCABULARY = 0, 24
 PROMPT = (3, 5)
@@ -107,7 +114,7 @@ def drafted(
     for _ in range(num_layers):
         logprobs = draft.logprobs([texts[node] for node in layer.nodes])
         logprobs[:, EOS] = float("-inf")
-        layer = grow(forest, seen(layer), best(logprobs), width, draft_width)
+        layer = draft_forest_layer(forest, seen(layer), best(logprobs), width, draft_width)
         if not layer.nodes:
             break
         for node in layer.nodes:
@@ -241,7 +248,7 @@ def test_there_is_room_up_to_the_last_draft_and_those_that_are_open() -> None:
 def test_as_many_layers_are_affordable_as_have_room_whatever_is_drafted(
     max_drafts: int, num_layers: int, least_width: int, more: int
 ) -> None:
-    layers, drafts = affordable(max_drafts, num_layers, least_width + more, least_width)
+    layers, drafts = affordable_forest_layers(max_drafts, num_layers, least_width + more, least_width)
     if layers == 0:
         assert (drafts, max_drafts < least_width) == (0, True)
         return
@@ -265,7 +272,9 @@ SCORES = np.array([0.0, -1.0, -5.0], np.float32)
 )
 def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list[tuple[int, int]]) -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([0, 2, 1], SCORES[[0, 2, 1]], 2), best(LOGPROBS[[0, 2, 1]]), 2, draft_width)
+    layer = draft_forest_layer(
+        forest, Layer([0, 2, 1], SCORES[[0, 2, 1]], 2), best(LOGPROBS[[0, 2, 1]]), 2, draft_width
+    )
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == expected
     assert layer.num_narrow == 2
     assert layer.scores.tolist() == pytest.approx([(SCORES[p] + LOGPROBS[p, t]).item() for p, t in expected])
@@ -273,14 +282,14 @@ def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list
 
 def test_the_narrow_beam_is_drafted_although_others_score_better() -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([2, 1, 0], SCORES[::-1], 1), best(LOGPROBS.flip(0)), 1, 2)
+    layer = draft_forest_layer(forest, Layer([2, 1, 0], SCORES[::-1], 1), best(LOGPROBS.flip(0)), 1, 2)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(2, 0), (0, 0)]
     assert layer.num_narrow == 1
 
 
 def test_what_there_is_no_room_for_is_left_out_the_worst_first() -> None:
     forest = Forest([0, 0, 0], max_drafts=2)
-    layer = grow(forest, Layer([0, 1, 2], SCORES, 3), best(LOGPROBS), 3, 6)
+    layer = draft_forest_layer(forest, Layer([0, 1, 2], SCORES, 3), best(LOGPROBS), 3, 6)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (0, 1)]
     assert layer.num_narrow == 2, "one of the narrow beam had no room"
 
@@ -290,6 +299,6 @@ def test_what_ends_or_is_dead_is_not_drafted() -> None:
     logprobs[:, 1:] = float("-inf")
     forest = Forest([0, 0, 0], NO_LIMIT)
     dead = np.array([0.0, -np.inf, -5.0], np.float32)
-    layer = grow(forest, Layer([0, 1, 2], dead, 3), best(logprobs), 3, 9)
+    layer = draft_forest_layer(forest, Layer([0, 1, 2], dead, 3), best(logprobs), 3, 9)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (2, 0)]
-    assert grow(forest, layer, best(torch.full((2, 4), float("-inf"))), 3, 9).nodes == []
+    assert draft_forest_layer(forest, layer, best(torch.full((2, 4), float("-inf"))), 3, 9).nodes == []

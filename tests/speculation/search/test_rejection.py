@@ -16,7 +16,13 @@ from tests.support.exhaustive import (
     rejected_parent,
 )
 from vllm_trie.search.sampling import generator
-from vllm_trie.speculation.search.rejection import Draft, DraftRules, Residual, drafted, verify
+from vllm_trie.speculation.search.rejection import (
+    Draft,
+    DraftAcceptanceRules,
+    DraftRejectionResidual,
+    accept_drafts,
+    draw_acceptable_drafts,
+)
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 NUM_TOKENS, NUM_DRAFTS = 8, 4
@@ -44,15 +50,15 @@ def test_renormalising_over_valid_parents_is_wrong(replacement: bool) -> None:
 
 
 def test_the_ratio_printed_upside_down_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = Residual.chance
-    monkeypatch.setattr(Residual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
+    chance = DraftRejectionResidual.chance
+    monkeypatch.setattr(DraftRejectionResidual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
     p, q = random_pair(0, (1, NUM_TOKENS))
     wrong = pair_distribution(p, q, NUM_DRAFTS, True) - drawn_pair_distribution(p, True)
     assert distance(wrong.sum(axis=1), np.zeros(NUM_TOKENS)) > 0.4
 
 
 def test_going_on_with_the_residual_after_an_acceptance_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Residual, "accept", lambda self, cells, drawn: None)
+    monkeypatch.setattr(DraftRejectionResidual, "accept", lambda self, cells, drawn: None)
     p, q = random_pair(0, (1, NUM_TOKENS))
     assert distance(pair_distribution(p, q, NUM_DRAFTS, True), drawn_pair_distribution(p, True)) > 0.05
 
@@ -93,7 +99,7 @@ def test_residuals_equal_updates_one_by_one(replacement: bool, is_defective: boo
         if is_defective:
             p[1] = 0
             p /= p.sum()
-        residual = Residual(p, q, replacement)
+        residual = DraftRejectionResidual(p, q, replacement)
         dense_p, dense_q, taken, drawn = p.flatten().clone(), q.flatten().clone(), [], []
         while len(drawn) < 5 and len(dense_q.nonzero()) > 1 and not residual.is_empty:
             torch.testing.assert_close(residual.distribution / residual.mass, dense_p, rtol=0, atol=1e-9)
@@ -124,7 +130,7 @@ def test_residuals_equal_updates_one_by_one(replacement: bool, is_defective: boo
 @BOTH_LAWS
 def test_where_rounding_alone_rejects_the_target_is_drawn_from(replacement: bool) -> None:
     p, _ = random_pair(0, (2, 4))
-    residual = Residual(p, p, replacement)
+    residual = DraftRejectionResidual(p, p, replacement)
     assert residual.reject(1.0) < 1e-12
     torch.testing.assert_close(residual.distribution, p.flatten())
 
@@ -133,8 +139,10 @@ def test_where_rounding_alone_rejects_the_target_is_drawn_from(replacement: bool
 def test_drafts_of_the_target_itself_are_all_accepted(replacement: bool) -> None:
     p, _ = random_pair(0, (3, 50))
     for seed in range(20):
-        _, drafts = drafted(p, DraftRules(6, 6, replacement=replacement), rng := generator(seed, 1))
-        verified = verify(p, p, drafts, 6, replacement, rng)
+        _, drafts = draw_acceptable_drafts(
+            p, DraftAcceptanceRules(6, 6, replacement=replacement), rng := generator(seed, 1)
+        )
+        verified = accept_drafts(p, p, drafts, 6, replacement, rng)
         assert verified.is_complete
         assert verified.cells.tolist() == drafts.tolist()
         assert verified.drafts.tolist() == list(range(6))
@@ -142,7 +150,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(replacement: bool) -> None
 
 def test_a_draft_the_target_rules_out_is_replaced() -> None:
     p, q = torch.tensor([[0.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5], [0.0, 0.0]]).double()
-    verified = verify(p, q, np.array([1, 0]), 1, False, generator(0, 0))
+    verified = accept_drafts(p, q, np.array([1, 0]), 1, False, generator(0, 0))
     assert verified.cells.tolist() == [3]
     assert verified.drafts.tolist() == [-1]
     assert not verified.is_complete
@@ -151,15 +159,15 @@ def test_a_draft_the_target_rules_out_is_replaced() -> None:
 def test_beams_are_no_more_than_there_are_possible_cells() -> None:
     p, q = torch.tensor([[0.7, 0.0, 0.3, 0.0]]).double(), torch.full((1, 4), 0.25).double()
     for seed in range(20):
-        _, drafts = drafted(q, DraftRules(4, 4), rng := generator(seed, 1))
-        verified = verify(p, q, drafts, 4, False, rng)
+        _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(4, 4), rng := generator(seed, 1))
+        verified = accept_drafts(p, q, drafts, 4, False, rng)
         assert sorted(verified.cells) == [0, 2]
         assert len(verified.drafts) == 2
-        assert len(verify(p, q, drafts, 4, True, rng).cells) == 4
+        assert len(accept_drafts(p, q, drafts, 4, True, rng).cells) == 4
 
 
 def test_nearly_certain_drafts_leave_the_rest_of_the_law_intact() -> None:
     """One minus the mass that was drawn would be zero here."""
     p = torch.tensor([[1 - 2e-17, 1.5e-17, 0.5e-17]]).double()
-    verified = [verify(p, p, np.array([0, 1]), 2, False, generator(seed, 0)) for seed in range(50)]
+    verified = [accept_drafts(p, p, np.array([0, 1]), 2, False, generator(seed, 0)) for seed in range(50)]
     assert all(v.cells.tolist() == [0, 1] for v in verified)

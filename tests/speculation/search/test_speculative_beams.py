@@ -14,7 +14,14 @@ from tests.support.exhaustive import drawn_pair_distribution, random_pair
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.sampling import generator, joint_probabilities
 from vllm_trie.speculation.search import rejection
-from vllm_trie.speculation.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers, verify
+from vllm_trie.speculation.search.rejection import (
+    AcceptedLayer,
+    DraftAcceptanceRules,
+    Drafts,
+    accept_draft_layers,
+    accept_drafts,
+    draw_acceptable_drafts,
+)
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 
@@ -24,9 +31,9 @@ class Layers:
 
     def __init__(self, first: torch.Tensor, second: torch.Tensor, last: torch.Tensor) -> None:
         self.distributions = [first, second, last]
-        self.asked: list[Verified | None] = []
+        self.asked: list[AcceptedLayer | None] = []
 
-    def __call__(self, verified: Verified | None) -> torch.Tensor:
+    def __call__(self, verified: AcceptedLayer | None) -> torch.Tensor:
         self.asked.append(verified)
         return self.distributions[len(self.asked) - 1]
 
@@ -51,8 +58,8 @@ def test_layers_go_on_until_one_is_incomplete_or_nothing_is_possible(
     distributions: list[torch.Tensor], drafts: list[list[int]]
 ) -> None:
     distribution = Layers(*[*distributions, *[NOTHING] * (3 - len(distributions))])
-    rules, rng = DraftRules(1, 1), generator(0, 0)
-    layers = list(verified_layers([Drafts(SURE, np.array([0]))] * 2, distribution, rules, rng))
+    rules, rng = DraftAcceptanceRules(1, 1), generator(0, 0)
+    layers = list(accept_draft_layers([Drafts(SURE, np.array([0]))] * 2, distribution, rules, rng))
     assert [layer.drafts.tolist() for layer in layers] == drafts
     assert [layer.cells.tolist() for layer in layers] == [[int(p.argmax())] for p in distributions if p.any()]
     assert len(distribution.asked) == len(distributions)
@@ -63,12 +70,14 @@ def test_layers_go_on_until_one_is_incomplete_or_nothing_is_possible(
 @pytest.mark.parametrize(("threshold", "widths"), [(None, [4, 4]), (0.999, [2, 2]), (1e-9, [3, 3])])
 def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | None, widths: list[int]) -> None:
     p, q = random_pair(0, (2, 3))
-    rules = DraftRules(draft_width=3, max_width=4, min_width=2, threshold=threshold, replacement=True)
+    rules = DraftAcceptanceRules(draft_width=3, max_width=4, min_width=2, threshold=threshold, replacement=True)
     distribution = Layers(p, p, p)
     seen = set()
     for seed in range(30):
         distribution.asked.clear()
-        layers = list(verified_layers([drafted(q, rules, rng := generator(seed, 0))], distribution, rules, rng))
+        layers = list(
+            accept_draft_layers([draw_acceptable_drafts(q, rules, rng := generator(seed, 0))], distribution, rules, rng)
+        )
         assert [len(layer.cells) for layer in layers] == widths[: len(layers)]
         seen.add(len(layers))
     assert seen == ({1} if threshold is None else {1, 2})  # three drafts cannot fill four beams
@@ -76,14 +85,14 @@ def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | No
 
 def test_without_drafts_one_layer_is_drawn_from_the_target() -> None:
     p, _ = random_pair(0, (2, 3))
-    layers = list(verified_layers([], Layers(p, p, p), DraftRules(1, 4, threshold=0.9), generator(0, 0)))
+    layers = list(accept_draft_layers([], Layers(p, p, p), DraftAcceptanceRules(1, 4, threshold=0.9), generator(0, 0)))
     assert [layer.drafts.tolist() for layer in layers] == [[-1] * 4]
 
 
 Beam = tuple[int, ...]
 Model = dict[Beam, torch.Tensor]
 LENGTH, WIDTH, TOKENS = 3, 2, 4
-RULES = {replacement: DraftRules(3, WIDTH, replacement=replacement) for replacement in (True, False)}
+RULES = {replacement: DraftAcceptanceRules(3, WIDTH, replacement=replacement) for replacement in (True, False)}
 
 
 def toy_models(seed: int) -> tuple[Model, Model]:
@@ -110,13 +119,15 @@ def children(beams: list[Beam], cells: np.ndarray) -> list[Beam]:
     return [(*beams[cell // TOKENS], int(cell % TOKENS)) for cell in cells]
 
 
-def iterated(models: tuple[Model, Model], beams: list[Beam], rules: DraftRules, rng: np.random.Generator) -> list[Beam]:
+def iterated(
+    models: tuple[Model, Model], beams: list[Beam], rules: DraftAcceptanceRules, rng: np.random.Generator
+) -> list[Beam]:
     """Beams after one iteration with at most two layers of drafts, cut off at the full length."""
     target, draft = models
     forest, scores = [beams], [score(target, beam) for beam in beams]  # drafts go on from the target's scores
     layers: list[Drafts] = []
     for _ in range(2):
-        layers.append(drafted(distribution_of(draft, forest[-1], scores), rules, rng))
+        layers.append(draw_acceptable_drafts(distribution_of(draft, forest[-1], scores), rules, rng))
         forest.append(children(forest[-1], layers[-1].cells))
         parents = layers[-1].cells // TOKENS
         scores = [
@@ -126,14 +137,14 @@ def iterated(models: tuple[Model, Model], beams: list[Beam], rules: DraftRules, 
             break
     depth = 0
 
-    def distribution(verified: Verified | None) -> torch.Tensor:
+    def distribution(verified: AcceptedLayer | None) -> torch.Tensor:
         rows = forest[depth]
         kept = range(len(rows)) if verified is None else verified.drafts
         return distribution_of(
             target, rows, [score(target, rows[i]) if i in kept else -np.inf for i in range(len(rows))]
         )
 
-    for verified in verified_layers(layers, distribution, rules, rng):
+    for verified in accept_draft_layers(layers, distribution, rules, rng):
         beams = children(forest[depth], verified.cells)
         depth += 1
         if len(beams[0]) == LENGTH:
@@ -141,7 +152,7 @@ def iterated(models: tuple[Model, Model], beams: list[Beam], rules: DraftRules, 
     return beams
 
 
-def counts_by_simulation(models: tuple[Model, Model], rules: DraftRules, num_runs: int) -> np.ndarray:
+def counts_by_simulation(models: tuple[Model, Model], rules: DraftAcceptanceRules, num_runs: int) -> np.ndarray:
     """[2, 64], how often each beam was which sequence."""
     counts = np.zeros((WIDTH, TOKENS**LENGTH))
     rng = generator(0, 0)
@@ -194,11 +205,11 @@ def test_iterations_have_the_law_of_beam_sampling(replacement: bool) -> None:
 
 @BOTH_LAWS
 def test_renormalising_over_valid_parents_changes_the_law(replacement: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def renormalised(p: torch.Tensor, q: torch.Tensor, *args: Any) -> Verified:
+    def renormalised(p: torch.Tensor, q: torch.Tensor, *args: Any) -> AcceptedLayer:
         valid = q * (p.sum(dim=1, keepdim=True) > 0)
-        return verify(p, valid / valid.sum(), *args)
+        return accept_drafts(p, valid / valid.sum(), *args)
 
-    monkeypatch.setattr(rejection, "verify", renormalised)
+    monkeypatch.setattr(rejection, "accept_drafts", renormalised)
     models = toy_models(0)
     counts = counts_by_simulation(models, RULES[replacement], 1500)
     assert max(deviations(counts, exact_law(models[0], replacement))) > 6

@@ -12,7 +12,13 @@ import torch
 from tests.support.exhaustive import Branches, distance, drawn_pair_distribution, pair_distribution, random_pair
 from vllm_trie.search.sampling import generator
 from vllm_trie.speculation.search import rejection
-from vllm_trie.speculation.search.rejection import DraftRules, Drafts, Verified, verified_layers, verify_by_rank
+from vllm_trie.speculation.search.rejection import (
+    AcceptedLayer,
+    DraftAcceptanceRules,
+    Drafts,
+    accept_draft_layers,
+    accept_drafts_by_rank,
+)
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 NUM_TOKENS, NUM_DRAFTS = 5, 3
@@ -43,7 +49,7 @@ def by_the_rule(p: list[float], q: list[float], top_k: int, replacement: bool) -
 
 
 def enumerated(p: torch.Tensor, q: torch.Tensor, top_k: int, replacement: bool) -> np.ndarray:
-    """The same of `verify_by_rank`."""
+    """The same of `accept_drafts_by_rank`."""
     found, paths = np.zeros((p.numel(), p.numel())), [[]]
 
     def draw(left: torch.Tensor, count: int, replacement: bool, rng: Branches) -> np.ndarray:
@@ -53,7 +59,7 @@ def enumerated(p: torch.Tensor, q: torch.Tensor, top_k: int, replacement: bool) 
         while paths:
             rng = Branches(paths.pop(), 2)
             drafts = rng.drafts(q, NUM_DRAFTS, replacement)
-            found[tuple(verify_by_rank(p, drafts, 2, top_k, replacement, rng).cells)] += rng.probability
+            found[tuple(accept_drafts_by_rank(p, drafts, 2, top_k, replacement, rng).cells)] += rng.probability
             paths += rng.others
     return found
 
@@ -85,7 +91,7 @@ def test_as_the_temperature_falls_beams_are_the_best_whatever_is_drafted(
     width: int, top_k: int, drafts: list[int]
 ) -> None:
     p = cold([1.0, 3.0, 2.0, 0.5, 2.5])
-    verified = verify_by_rank(p, np.array(drafts), width, top_k, False, generator(0, 0))
+    verified = accept_drafts_by_rank(p, np.array(drafts), width, top_k, False, generator(0, 0))
     assert {*verified.cells.tolist()} == {*[1, 4, 2][:width]}
     assert all(
         draft == -1 or drafts[draft] == cell for cell, draft in zip(verified.cells, verified.drafts, strict=True)
@@ -96,9 +102,9 @@ def test_one_beam_by_the_best_continuation_is_greedy_search_as_the_temperature_f
     """Layer by layer, with drafts of which every second one is right."""
     targets = [cold([1.0, 3.0, 2.0]), cold([2.0, 1.0, 0.0]), cold([0.0, 1.0, 2.0])]
     drafted = [Drafts(cold([0.0, 0.0, 0.0]), np.array([draft])) for draft in (1, 2)]
-    layers: list[Verified] = []
-    for verified in verified_layers(
-        drafted, lambda _: targets[len(layers)], DraftRules(1, 1, top_k=1), generator(0, 0)
+    layers: list[AcceptedLayer] = []
+    for verified in accept_draft_layers(
+        drafted, lambda _: targets[len(layers)], DraftAcceptanceRules(1, 1, top_k=1), generator(0, 0)
     ):
         layers.append(verified)
     assert [layer.cells.tolist() for layer in layers] == [[1], [0]]
@@ -107,11 +113,11 @@ def test_one_beam_by_the_best_continuation_is_greedy_search_as_the_temperature_f
 
 def test_a_draft_that_the_target_rules_out_is_not_among_its_best() -> None:
     p = torch.tensor([[0.0, 0.6, 0.4, 0.0]]).double()
-    verified = verify_by_rank(p, np.array([0, 3, 2]), 2, 4, False, generator(0, 0))
+    verified = accept_drafts_by_rank(p, np.array([0, 3, 2]), 2, 4, False, generator(0, 0))
     assert verified.cells.tolist() == [2, 1]
     assert verified.drafts.tolist() == [2, -1]
 
 
 def test_drafts_that_tie_for_the_last_place_are_all_accepted() -> None:
     p = torch.tensor([[0.2, 0.4, 0.2, 0.2]]).double()
-    assert verify_by_rank(p, np.array([3, 0, 1]), 3, 2, False, generator(0, 0)).drafts.tolist() == [0, 1, 2]
+    assert accept_drafts_by_rank(p, np.array([3, 0, 1]), 3, 2, False, generator(0, 0)).drafts.tolist() == [0, 1, 2]

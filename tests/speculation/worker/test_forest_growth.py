@@ -22,15 +22,15 @@ from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import best_drafts, unseen_forests
-from vllm_trie.speculation.worker.forest_growth import layer_of
+from vllm_trie.speculation.worker.forest_growth import forest_growth_layer
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
-from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep, add_layer
-from vllm_trie.speculation.worker.grown_forests import GrownForests, children_of
+from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep, add_forest_layer
+from vllm_trie.speculation.worker.grown_forests import GrownForests, children_in_grown_forests
 from vllm_trie.speculation.worker.kernels import drafts
 from vllm_trie.speculation.worker.kernels import forest_growth as growth_kernels
 from vllm_trie.speculation.worker.kernels.forest_growth import SLOTS
-from vllm_trie.speculation.worker.searched_forest import SearchedForest
-from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
+from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import WORD
 from vllm_trie.worker.rows.group_rows import BatchRows
@@ -83,7 +83,7 @@ class Problem:
             group: Any = SimpleNamespace(row_ids=["row"] * width, slots=num_slots + np.arange(width))
             num_slots += width
             step = GroupStep(rules[0], selects=True, budget=budget, num_shared=[4] * len(self.block_sizes))
-            found.append(SearchedForest(step, group, start, self.block_sizes, forest, layer, blocks, spare, {}))
+            found.append(SearchedForestStep(step, group, start, self.block_sizes, forest, layer, blocks, spare, {}))
         return found
 
     def says(self, count: int, number: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Problem:
 
 
 def rank(forest_step: ForestStep, logits: torch.Tensor, _: States, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `best_drafts.rank`, of log-probabilities, and of those that are equal the lowest tokens first."""
+    """As `best_drafts.rank_drafts_after_nodes`, of log-probabilities, of equal ones the lowest tokens first."""
     going_on = logits.clone()
     going_on[:, list(forest_step.rules[number - 1].stops.token_ids)] = NEVER
     order = going_on.sort(dim=1, descending=True, stable=True)
@@ -109,7 +109,7 @@ def best_of_rows(logits: torch.Tensor, which: torch.Tensor, count: int, kept: in
     return found
 
 
-def check_layer(unseen: UnseenForests, seen: list[ForestStep], number: int) -> None:
+def check_layer(unseen: DeviceForests, seen: list[ForestStep], number: int) -> None:
     """Raise AssertionError unless a layer, of which there is one more, is the same there as on the host."""
     growing = unseen._growing
     for plan in unseen._plans:
@@ -204,7 +204,7 @@ def check_batch(grown: GrownForests, planted: list[ForestStep], seen: list[Fores
         assert not slot_mappings[:, others].any()
     grown.read()
     for one, theirs in zip(seen, planted, strict=True):
-        keys, nodes, logits = (of_forest[0].cpu().numpy() for of_forest in children_of([theirs.grown]))
+        keys, nodes, logits = (of_forest[0].cpu().numpy() for of_forest in children_in_grown_forests([theirs.grown]))
         assert (keys[:-1] <= keys[1:]).all()
         assert keys[-1] == NO_CHILD
         children = {
@@ -233,15 +233,15 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
     """
     with pytest.MonkeyPatch.context() as patch:
         for module in (best_drafts, unseen_forests):
-            patch.setattr(module, "rank", rank)
+            patch.setattr(module, "rank_drafts_after_nodes", rank)
         patch.setattr(drafts, "launch_best_drafts", best_of_rows)
         patch.setattr(growth_kernels, "SLOTS", (most_slots,))
         patch.setattr(launches, "worker_runs_kernels_on", lambda _: by_kernels)
         seen, planted = problem.planted(), problem.planted()
-        unseen = UnseenForests(planted, problem.block_sizes, DEVICE)
+        unseen = DeviceForests(planted, problem.block_sizes, DEVICE)
         plans = unseen._plans
         for number in range(1, unseen.num_layers + 1):
-            before = layer_of(unseen._active(number), number - 1)
+            before = forest_growth_layer(unseen._active(number), number - 1)
             said = problem.says(before.stop - before.start, number)
             unseen.draft(said, number)
             growing = [one for one in seen if one.budget.num_layers >= number and one.layer.nodes]
@@ -250,7 +250,7 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
             ]
             if growing:
                 rows = [said[first : first + len(one.layer.nodes)] for first, one in zip(firsts, growing, strict=True)]
-                add_layer(growing, torch.cat(rows).cpu(), number)
+                add_forest_layer(growing, torch.cat(rows).cpu(), number)
             check_layer(unseen, seen, number)
             if number < unseen.num_layers:
                 inputs = unseen.inputs(number)

@@ -18,8 +18,8 @@ from vllm_trie.search.constraints.constraint import NOTHING
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.speculation.search.draft_lookup import DraftPaths
 from vllm_trie.speculation.search.forest import Forest, Layer
-from vllm_trie.speculation.worker.forest_step import ForestStep, add_layer
-from vllm_trie.speculation.worker.searched_forest import SearchedForest
+from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
+from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 
 CPU = torch.device("cpu")
 NUM_BEAMS, NUM_LAYERS, VOCAB_SIZE, STOP = 3, 3, 8, 7
@@ -50,7 +50,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS)
     blocks = [np.ones((NUM_BEAMS, 7), np.int32)]
     step = GroupStep(rules, selects=True, budget=budget)
-    return SearchedForest(step, group, 5, [16], Forest(roots, 99), layer, blocks, [[]], states)
+    return SearchedForestStep(step, group, 5, [16], Forest(roots, 99), layer, blocks, [[]], states)
 
 
 def check(forest_step: ForestStep, histories: np.ndarray) -> int:
@@ -79,7 +79,7 @@ def test_drafts_keep_to_constraints_and_nodes_carry_what_their_paths_say(seed: i
     forest_step, random = planted(histories), torch.Generator().manual_seed(seed)
     for number in range(1, NUM_LAYERS + 1):
         logits = torch.randn(len(forest_step.layer.nodes), VOCAB_SIZE, generator=random)
-        add_layer([forest_step], logits, number)
+        add_forest_layer([forest_step], logits, number)
     assert check(forest_step, histories) > NUM_LAYERS
 
 

@@ -20,10 +20,10 @@ from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Going, Step, packed, unpacked
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import forest_walk
-from vllm_trie.speculation.worker.forest_nodes import Nodes
-from vllm_trie.speculation.worker.forest_step import Found, add_layer
-from vllm_trie.speculation.worker.searched_forest import SearchedForest
-from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
+from vllm_trie.speculation.worker.forest_step import Found, add_forest_layer
+from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
+from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.select.select import Selector
@@ -57,7 +57,7 @@ class Planted:
     ) -> None:
         self.random, self.seed, self.is_coarse = torch.Generator().manual_seed(seed), seed, is_coarse
         of_steps = [rules._replace(is_last=number == NUM_LAYERS) for number in range(1, NUM_LAYERS + 1)]
-        self.forest_steps, self.logits = list[SearchedForest](), torch.zeros(0, VOCAB_SIZE)
+        self.forest_steps, self.logits = list[SearchedForestStep](), torch.zeros(0, VOCAB_SIZE)
         for number in range(num_groups):
             most = MOST_DRAFTS[number % len(MOST_DRAFTS)]
             budget = SpeculationBudget(NUM_LAYERS, most, [[]], [[]], draft_width=2 * rules.width, rules=of_steps)
@@ -68,17 +68,17 @@ class Planted:
             layer = Layer(slots.tolist(), scores.numpy(), rules.width)
             step, blocks = GroupStep(rules, selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
             forest = Forest([0] * rules.width, most)
-            self.forest_steps.append(SearchedForest(step, group, 5, [16], forest, layer, blocks, [[]], {}))
+            self.forest_steps.append(SearchedForestStep(step, group, 5, [16], forest, layer, blocks, [[]], {}))
         if are_unseen:
             self._grow_unseen()
             return
         for number in range(1, NUM_LAYERS + 1):
             growing = [(at, one) for at, one in enumerate(self.forest_steps) if one.layer.nodes]
             said = [self._drafted_after(at, *self._path(at, node)) for at, one in growing for node in one.layer.nodes]
-            add_layer([one for _, one in growing], torch.stack(said), number)
+            add_forest_layer([one for _, one in growing], torch.stack(said), number)
 
     def _grow_unseen(self) -> None:
-        unseen = UnseenForests(self.forest_steps, [16], torch.device("cpu"))
+        unseen = DeviceForests(self.forest_steps, [16], torch.device("cpu"))
         for number in range(1, NUM_LAYERS + 1):
             paths = [(plan.place, path or [0]) for plan, path in paths_before(unseen, number)]
             unseen.draft(torch.stack([self._drafted_after(at, *path) for at, path in paths]), number)
@@ -109,7 +109,7 @@ class Planted:
         root, *drafts = forest.path(node)
         return [root, *(forest.tokens[draft] for draft in drafts)]
 
-    def nodes(self) -> list[Nodes]:
+    def nodes(self) -> list[VerifiedForestNodes]:
         """Those of all groups, whose logits lie anywhere."""
         counts = [one.forest.num_nodes for one in self.forest_steps]
         order = torch.randperm(sum(counts), generator=self.random)
@@ -121,7 +121,7 @@ class Planted:
         rows: Any = SimpleNamespace(places=lambda slots: slots, first_logits=lambda places: places)
         found = []
         for one, at in zip(self.forest_steps, np.split(order.numpy(), np.cumsum(counts)[:-1]), strict=True):
-            found.append(Nodes(selector, rows, one, values))
+            found.append(VerifiedForestNodes(selector, rows, one, values))
             found[-1].at = at
             if one.grown is not None:
                 one.grown.forests.laid.at[one.grown.place, one.grown.nodes] = torch.from_numpy(at)
@@ -164,11 +164,11 @@ def test_groups_that_walk_together_find_what_each_finds_alone(
     num_steps = 0
     for seed in range(4):
         planted = Planted(rules, seed, is_coarse)
-        alone = SearchedForest.search(planted.nodes())
+        alone = SearchedForestStep.search(planted.nodes())
         with monkeypatch.context() as patch:
             pretend_unseen(patch)
-            together = SearchedForest.search(nodes := planted.nodes())
-            assert len(forest_walk.walks_of(nodes)) == (1 if is_light(rules) else 2)
+            together = SearchedForestStep.search(nodes := planted.nodes())
+            assert len(forest_walk.verifying_walks_of(nodes)) == (1 if is_light(rules) else 2)
         for number, (own, found) in enumerate(zip(alone, together, strict=True)):
             assert steps_of(found) == steps_of(own)
             assert (found.beams, found.accepted) == (own.beams, own.accepted)
@@ -182,13 +182,13 @@ def test_groups_that_walk_together_find_what_each_finds_alone(
 def test_by_kernels_they_draft_and_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = rules_of(2, "tridecode", (STOP,))
     by_torch = Planted(rules, 1, is_coarse=False, num_groups=2)
-    expected = SearchedForest.search(by_torch.nodes())
+    expected = SearchedForestStep.search(by_torch.nodes())
     pretend_unseen(monkeypatch)
     monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
     by_kernels = Planted(rules, 1, is_coarse=False, num_groups=2, are_unseen=True)
     for own, theirs in zip(by_kernels.forest_steps, by_torch.forest_steps, strict=True):
         assert (own.forest.tokens, own.forest.parents) == (theirs.forest.tokens, theirs.forest.parents)
-    for found, theirs in zip(SearchedForest.search(by_kernels.nodes()), expected, strict=True):
+    for found, theirs in zip(SearchedForestStep.search(by_kernels.nodes()), expected, strict=True):
         assert (found.beams, found.accepted, len(found.steps)) == (theirs.beams, theirs.accepted, len(theirs.steps))
         for step, plain in zip(found.steps, theirs.steps, strict=True):
             lives = plain.scores > NEVER

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.speculation.worker import hidden_states
-from vllm_trie.speculation.worker.hidden_states import HiddenStates
+from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates
 
 
 def runner_of(may_sleep: bool) -> Any:
@@ -49,6 +49,6 @@ def test_engines_that_may_sleep_drop_them_with_the_kv_cache(
     monkeypatch.setattr(hidden_states, "current_platform", SimpleNamespace(is_cuda_alike=lambda: has_cuda))
     allocator = SimpleNamespace(use_memory_pool=use_memory_pool)
     monkeypatch.setattr(hidden_states, "get_mem_allocator_instance", lambda: allocator)
-    states = HiddenStates(runner_of(may_sleep))
+    states = DraftHiddenStates(runner_of(may_sleep))
     assert (states.layer, states.number, states.by_slot.shape) == ("head", 1, (24, 4))
     assert allocated_in == [["kv_cache"] if has_cuda and may_sleep else []]

@@ -38,7 +38,7 @@ from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
-from vllm_trie.speculation.worker.draft_memory import take_widest_move
+from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
@@ -305,7 +305,7 @@ def test_as_much_is_held_as_accepted_drafts_hold_while_they_move(has_head: bool)
     segments = KVSlots(of_groups).segments
     assert segments is not None
     with MemoryCounter() as counter:
-        take_widest_move(runner)
+        take_widest_draft_move(runner)
     assert counter.most == 3 * 2 * segments.token_words * segments.word_bytes
     assert counter.held == 0
 

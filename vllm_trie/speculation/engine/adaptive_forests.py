@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_trie.messages import DecidedMessage, DraftedMessage
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM
 from vllm_trie.speculation.engine.group_forests import GroupForests
-from vllm_trie.speculation.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
+from vllm_trie.speculation.search.forest_size import PLAIN, DraftAcceptance, ForestSize, StepCosts, fastest_forest_size
 
 LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
 LEAST_REST, MOST_REST = 8, 64  # steps that are plain before a forest is thought of again: twice as many each time
@@ -38,7 +38,7 @@ class AdaptiveForests:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._costs = StepCosts()
-        self._of_all: dict[tuple[int, int], Acceptance] = defaultdict(lambda: Acceptance(num_layers))
+        self._of_all: dict[tuple[int, int], DraftAcceptance] = defaultdict(lambda: DraftAcceptance(num_layers))
         self._rests: dict[int, int] = defaultdict(lambda: LEAST_REST)  # the last one, by width
         self._scheduled = deque[_Scheduled]()
         self._last_results = 0.0
@@ -61,7 +61,7 @@ class AdaptiveForests:
         for draft_width, of_group in acceptance.items():
             of_group.forget()
             self._of_all[group.width, draft_width].forget()
-        size = fastest(self._costs, acceptance, most_layers, num_tokens)
+        size = fastest_forest_size(self._costs, acceptance, most_layers, num_tokens)
         if size == PLAIN:
             num_steps = min(2 * group.num_rested, MOST_REST) if group.num_rested else self._rests[group.width]
             self._rests[group.width] = num_steps
@@ -100,13 +100,13 @@ class AdaptiveForests:
             acceptance[forest.draft_width].observe(forest.num_layers, num_steps)
             self._of_all[group.width, forest.draft_width].observe(forest.num_layers, num_steps)
 
-    def _acceptance(self, group: GroupForests) -> dict[int, Acceptance]:
+    def _acceptance(self, group: GroupForests) -> dict[int, DraftAcceptance]:
         """By draft width."""
         if not group.acceptance:
             narrow, wide = (factor * group.width for factor in (DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM))
             most = min(group.most_drafts or wide, wide)
             group.acceptance = {
-                draft_width: Acceptance(self._num_layers, self._of_all[group.width, draft_width])
+                draft_width: DraftAcceptance(self._num_layers, self._of_all[group.width, draft_width])
                 for draft_width in sorted({min(narrow, most), most})
             }
         return group.acceptance

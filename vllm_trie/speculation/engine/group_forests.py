@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.engine.group import BeamGroupForests
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM
-from vllm_trie.speculation.search.forest_size import Acceptance
+from vllm_trie.speculation.search.forest_size import DraftAcceptance
 
 if TYPE_CHECKING:
     from vllm_trie.engine.stats import GroupCounts
@@ -25,7 +25,7 @@ class GroupForests(BeamGroupForests):
         self.width, self.is_adaptive = width, params.speculation == "auto"
         self.most_drafts = params.draft_width  # of one layer, if the request says so
         self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
-        self.acceptance: dict[int, Acceptance] = {}  # by draft width, where it decides how large forests are
+        self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, where it decides how large forests are
         self._first_length = params.sample_first
         self.restart()
 

@@ -46,7 +46,7 @@ class SpeculationBudgets(SchedulerBudgets):
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
     ) -> None:
         """Give each group that speculates an equal share; what one cannot use is left to those after it."""
-        self._share_out([one for one in candidates if _may_grow(one.group)], num_tokens, spare_tokens)
+        self._share_out([one for one in candidates if _group_may_speculate(one.group)], num_tokens, spare_tokens)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
@@ -54,14 +54,14 @@ class SpeculationBudgets(SchedulerBudgets):
 
     def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int) -> None:
         for position, (group, request, step) in enumerate(candidates):
-            forests = _forests_of(group)
+            forests = _group_forests_of(group)
             # What the draft model sees of a sequence may be shorter.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
             size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
             if forests.is_adaptive and size.num_layers > 0:
                 size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
             num_layers, draft_width = size
-            share, least = len(candidates) - position, least_drafts(step.rules)
+            share, least = len(candidates) - position, least_drafts_to_speculate(step.rules)
             within_model = self._max_model_len - request.num_computed_tokens  # all may be in one row
             most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
             if num_layers < 1 or most < least:
@@ -86,7 +86,7 @@ class SpeculationBudgets(SchedulerBudgets):
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
         a row that led nowhere, a group rests for one step, then for 2, 4, ...
         """
-        forests = _forests_of(group)
+        forests = _group_forests_of(group)
         if drafted == CANNOT_DRAFT:
             forests.rest(group.length, NEVER_AGAIN)
         elif forests.is_adaptive:
@@ -96,17 +96,17 @@ class SpeculationBudgets(SchedulerBudgets):
             forests.rest(group.length, min(2**forests.num_failed // 8, MOST_REST))
 
 
-def _may_grow(group: BeamGroup) -> bool:
+def _group_may_speculate(group: BeamGroup) -> bool:
     return isinstance(group.forests, GroupForests) and group.forests.may_grow(group.length)
 
 
-def _forests_of(group: BeamGroup) -> GroupForests:
+def _group_forests_of(group: BeamGroup) -> GroupForests:
     """Those of a group that speculates."""
     assert isinstance(group.forests, GroupForests)
     return group.forests
 
 
-def least_drafts(rules: SelectRules) -> int:
+def least_drafts_to_speculate(rules: SelectRules) -> int:
     """How many drafts a forest must have, so that verifying it may lead to a second step.
 
     Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be

@@ -30,7 +30,7 @@ class NGrams(NamedTuple):
     longest: int
 
 
-class PromptIndex:
+class DraftPromptIndex:
     """Where each token stands in a prompt, or in what comes after it.
 
     Args:
@@ -56,7 +56,9 @@ class DraftPaths(NamedTuple):
     tokens: Array  # [K, num_tokens] int32
 
 
-def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tokens: int, most: int) -> DraftPaths:
+def look_up_drafts(
+    prompt: DraftPromptIndex, generated: Array, ngrams: NGrams, num_tokens: int, most: int
+) -> DraftPaths:
     """How the newest tokens of beams went on before.
 
     What comes after the end of a text is what repeats it from the match on.
@@ -68,18 +70,18 @@ def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tok
         num_tokens: Of each continuation.
         most: Different continuations of a beam.
     """
-    history = _Histories(prompt, generated)
-    matches = _matches(history, ngrams, num_tokens)
+    history = _DraftHistories(prompt, generated)
+    matches = _draft_matches(history, ngrams, num_tokens)
     best = np.zeros(len(generated), dtype=np.int64)
     np.maximum.at(best, matches.beams, matches.lengths)
     if generated.shape[1] > 1 and best.min() < ngrams.longest:
-        replaced = _matches(history, ngrams, num_tokens, is_replaced=True)
+        replaced = _draft_matches(history, ngrams, num_tokens, is_replaced=True)
         matches = _Matches(*map(np.concatenate, zip(matches, replaced, strict=True)))
     order = np.lexsort((-matches.ends, -matches.lengths, matches.beams))  # the best first, of each beam
     beams, rows, ends = (matches.beams[order], matches.rows[order], matches.ends[order])
     ahead = np.arange(num_tokens) % (history.length - 1 - ends)[:, None]
     tokens = history.tokens(rows[:, None], ends[:, None] + 1 + ahead)
-    different = _different(beams, tokens)
+    different = _different_drafts(beams, tokens)
     beams, tokens = beams[different], tokens[different]
     counts = np.bincount(beams, minlength=len(generated))
     ranks = spans(0, counts)
@@ -87,7 +89,7 @@ def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tok
     return DraftPaths(beams[order], tokens[order])
 
 
-def add_drafts(forest: Forest, found: DraftPaths, draft_width: int) -> list[list[int]]:
+def add_drafts_to_forest(forest: Forest, found: DraftPaths, draft_width: int) -> list[list[int]]:
     """Let a forest of roots alone grow by these continuations, as far as there is room.
 
     Args:
@@ -117,7 +119,7 @@ def add_drafts(forest: Forest, found: DraftPaths, draft_width: int) -> list[list
     return layers
 
 
-class _Histories:
+class _DraftHistories:
     """All that is known of beams of equal length.
 
     Args:
@@ -125,7 +127,7 @@ class _Histories:
         generated: [b, G].
     """
 
-    def __init__(self, prompt: PromptIndex, generated: Array) -> None:
+    def __init__(self, prompt: DraftPromptIndex, generated: Array) -> None:
         self.prompt, self.generated = prompt, generated
         self.length = len(prompt.tokens) + generated.shape[1]
 
@@ -145,14 +147,14 @@ class _Matches(NamedTuple):
     lengths: Array  # tokens that match
 
 
-def _matches(history: _Histories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False) -> _Matches:
+def _draft_matches(history: _DraftHistories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False) -> _Matches:
     """All matches that count.
 
     Args:
         is_replaced: The newest token of a beam stands for another one, which counts against the match.
     """
     skip = int(is_replaced)
-    beams, rows, ends = _places(history, num_tokens + skip, skip)
+    beams, rows, ends = _draft_match_places(history, num_tokens + skip, skip)
     lengths, growing = np.ones_like(ends), np.arange(len(ends))
     for back in range(1, min(ngrams.longest + skip, history.length - 1 - skip)):
         at = ends[growing] - back
@@ -165,7 +167,7 @@ def _matches(history: _Histories, ngrams: NGrams, num_tokens: int, is_replaced: 
     return _Matches(beams[kept], rows[kept], ends[kept] + skip, lengths[kept] - skip)
 
 
-def _places(history: _Histories, num_tokens: int, skip: int) -> tuple[Array, Array, Array]:
+def _draft_match_places(history: _DraftHistories, num_tokens: int, skip: int) -> tuple[Array, Array, Array]:
     """[H] beams, and the row and position of a token that is the same as their newest but `skip`, and before it.
 
     The prompt, and what all rows have in common from there on, is looked through once, as each beam's own; of rows that
@@ -176,9 +178,9 @@ def _places(history: _Histories, num_tokens: int, skip: int) -> tuple[Array, Arr
     newest, differs = generated[:, last], (generated != generated[0]).any(axis=0)
     num_common = min(max(int(differs.argmax()) - num_tokens, 0), last) if differs.any() else last
     of_prompt, in_prompt = prompt.find(newest)
-    of_common, in_common = PromptIndex(generated[0, :num_common]).find(newest)
+    of_common, in_common = DraftPromptIndex(generated[0, :num_common]).find(newest)
     own, tails = generated[:, num_common:last], generated[:, num_common:]
-    rows, columns = np.nonzero(np.isin(own, newest) & _first_of_alike(tails, num_tokens)[:, : own.shape[1]])
+    rows, columns = np.nonzero(np.isin(own, newest) & _first_of_alike_drafts(tails, num_tokens)[:, : own.shape[1]])
     by_token = np.argsort(newest, kind="stable")
     starts = np.searchsorted(newest[by_token], own[rows, columns], side="left")
     counts = np.searchsorted(newest[by_token], own[rows, columns], side="right") - starts
@@ -192,7 +194,7 @@ def _places(history: _Histories, num_tokens: int, skip: int) -> tuple[Array, Arr
     return beams, of_rows, np.concatenate([in_prompt, in_generated + len(prompt.tokens)])
 
 
-def _first_of_alike(tails: Array, num_tokens: int) -> Array:
+def _first_of_alike_drafts(tails: Array, num_tokens: int) -> Array:
     """[b, T] whether no row in front of this one has the same tokens up to there, and for `num_tokens` more."""
     as_bytes = np.ascontiguousarray(tails).view(f"V{tails.shape[1] * tails.itemsize}")[:, 0]
     order = np.argsort(as_bytes, kind="stable")
@@ -203,7 +205,7 @@ def _first_of_alike(tails: Array, num_tokens: int) -> Array:
     return is_first[:, np.minimum(np.arange(tails.shape[1]) + num_tokens, tails.shape[1] - 1)]
 
 
-def _different(beams: Array, tokens: Array) -> Array:
+def _different_drafts(beams: Array, tokens: Array) -> Array:
     """The first of each continuation of a beam. A very few that differ are taken for the same."""
     numbers = beams.astype(np.uint64)
     for column in tokens.T:

@@ -133,7 +133,7 @@ class Forest:
         return np.unpackbits(by_node, axis=1, bitorder="little", count=len(nodes)).astype(bool)
 
 
-def affordable(max_drafts: int, num_layers: int, draft_width: int, least_width: int) -> tuple[int, int]:
+def affordable_forest_layers(max_drafts: int, num_layers: int, draft_width: int, least_width: int) -> tuple[int, int]:
     """How many layers, of how many drafts each, have room whatever is drafted.
 
     A forest of drawn nodes must not be cut according to what they are.
@@ -160,7 +160,7 @@ class BestTokens(NamedTuple):
     tokens: np.ndarray  # [nodes, n] integers
 
 
-def grow(forest: Forest, layer: Layer, best: BestTokens, width: int, draft_width: int) -> Layer:
+def draft_forest_layer(forest: Forest, layer: Layer, best: BestTokens, width: int, draft_width: int) -> Layer:
     """Draft one more layer: the narrow beam's best children first, then the best others.
 
     The target's beams are found in the forest if all of them are; so what beam search of the target's own width

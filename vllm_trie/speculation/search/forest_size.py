@@ -30,7 +30,7 @@ class ForestSize(NamedTuple):
 PLAIN = ForestSize(0)
 
 
-class Cost:
+class ForestCost:
     """Seconds as a sum of features, each times what it costs: least squares, no cost negative, old times fade.
 
     Args:
@@ -79,12 +79,12 @@ class StepCosts:
     """What steps of this engine cost."""
 
     def __init__(self) -> None:
-        self.plain = Cost(2)  # by 1 and tokens
-        self.verifying = Cost(2)  # likewise
-        self.drafting = Cost(3)  # by 1, layers and drafts
+        self.plain = ForestCost(2)  # by 1 and tokens
+        self.verifying = ForestCost(2)  # likewise
+        self.drafting = ForestCost(3)  # by 1, layers and drafts
 
 
-class Acceptance:
+class DraftAcceptance:
     """How often a layer of drafts led to one more step.
 
     Args:
@@ -92,7 +92,7 @@ class Acceptance:
         others: What is expected as long as little is known; by default hope.
     """
 
-    def __init__(self, num_layers: int, others: Acceptance | None = None) -> None:
+    def __init__(self, num_layers: int, others: DraftAcceptance | None = None) -> None:
         self._others = others
         self._led, self._tried = np.zeros((2, num_layers))
 
@@ -116,7 +116,9 @@ class Acceptance:
         return (1 + self.rates().cumprod().cumsum()).tolist()
 
 
-def fastest(costs: StepCosts, acceptance: Mapping[int, Acceptance], most_layers: int, num_tokens: int) -> ForestSize:
+def fastest_forest_size(
+    costs: StepCosts, acceptance: Mapping[int, DraftAcceptance], most_layers: int, num_tokens: int
+) -> ForestSize:
     """The size of forest that takes the least time per step.
 
     Args:

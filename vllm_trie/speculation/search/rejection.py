@@ -14,7 +14,7 @@ from vllm_trie.search.sampling import draw_cells
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 
 
-class DraftRules(NamedTuple):
+class DraftAcceptanceRules(NamedTuple):
     """How wide drafts and layers are, and which of beam sampling's two distributions the layers follow."""
 
     draft_width: int  # W_S
@@ -25,16 +25,16 @@ class DraftRules(NamedTuple):
     top_k: int | None = None  # by what rank drafts are accepted, which is not exact; None: exactly
 
     def width(self, p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> int:
-        """How many beams a layer is to have: `dynamic_width`, unless it is fixed."""
+        """How many beams a layer is to have: `acceptable_draft_width`, unless it is fixed."""
         if self.threshold is None:
             return self.max_width
-        return dynamic_width(p, q, num_drafts, self.threshold, self.min_width, self.max_width)
+        return acceptable_draft_width(p, q, num_drafts, self.threshold, self.min_width, self.max_width)
 
-    def verify(self, p: torch.Tensor, drafts: Drafts, width: int, rng: np.random.Generator) -> Verified:
+    def verify(self, p: torch.Tensor, drafts: Drafts, width: int, rng: np.random.Generator) -> AcceptedLayer:
         """Turn drafts into beams by the rule that was asked for."""
         if self.top_k is not None:
-            return verify_by_rank(p, drafts.cells, width, self.top_k, self.replacement, rng)
-        return verify(p, drafts.q, drafts.cells, width, self.replacement, rng)
+            return accept_drafts_by_rank(p, drafts.cells, width, self.top_k, self.replacement, rng)
+        return accept_drafts(p, drafts.q, drafts.cells, width, self.replacement, rng)
 
 
 class Drafts(NamedTuple):
@@ -44,7 +44,7 @@ class Drafts(NamedTuple):
     cells: np.ndarray  # [S] flat cells, in the order they were drawn
 
 
-class Verified(NamedTuple):
+class AcceptedLayer(NamedTuple):
     """One layer of beams, drawn from the target's distribution."""
 
     cells: np.ndarray  # [W] flat cells, in the order of the distribution's draws
@@ -56,17 +56,17 @@ class Verified(NamedTuple):
         return bool((self.drafts >= 0).all())
 
 
-def drafted(q: torch.Tensor, rules: DraftRules, rng: np.random.Generator) -> Drafts:
+def draw_acceptable_drafts(q: torch.Tensor, rules: DraftAcceptanceRules, rng: np.random.Generator) -> Drafts:
     """Draw a layer of drafts from exactly the distribution they will be verified against."""
     return Drafts(q, draw_cells(q, rules.draft_width, rules.replacement, rng))
 
 
-def verified_layers(
+def accept_draft_layers(
     layers: Sequence[Drafts],
-    distribution: Callable[[Verified | None], torch.Tensor],
-    rules: DraftRules,
+    distribution: Callable[[AcceptedLayer | None], torch.Tensor],
+    rules: DraftAcceptanceRules,
     rng: np.random.Generator,
-) -> Iterator[Verified]:
+) -> Iterator[AcceptedLayer]:
     """Verify layers of drafts until one is incomplete; after the last, draw one more from the target.
 
     Each layer has beam sampling's distribution given the one before it, unless drafts are accepted by rank. The
@@ -91,12 +91,12 @@ def verified_layers(
             return
     cells = draw_cells(distribution(verified), width, rules.replacement, rng)
     if len(cells):
-        yield Verified(cells, np.full(len(cells), -1))
+        yield AcceptedLayer(cells, np.full(len(cells), -1))
 
 
-def verify(
+def accept_drafts(
     p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, width: int, replacement: bool, rng: np.random.Generator
-) -> Verified:
+) -> AcceptedLayer:
     """Turn draws from q into draws from p, as many of them as possible being the drafts.
 
     The cells are `width` draws from p, independent with replacement and sequential without it, whatever q is and if
@@ -110,9 +110,9 @@ def verify(
         replacement: Which distribution.
         rng: Independent of what the drafts were drawn with.
     """
-    residual = Residual(p, q, replacement)
+    residual = DraftRejectionResidual(p, q, replacement)
     cells, accepted = list[int](), list[int]()
-    for index, draft in enumerate(_as_drawn(p, q, drafts, replacement)):
+    for index, draft in enumerate(_accept_drafts_as_drawn(p, q, drafts, replacement)):
         if len(cells) == width or residual.is_empty:
             break
         if rng.random() < residual.chance(draft):
@@ -127,25 +127,25 @@ def verify(
         residual.accept(first, drafts)
         cells += [*first, *draw_cells(residual.distribution, num_filled - 1, replacement, rng)]
     accepted += [-1] * (len(cells) - len(accepted))
-    return Verified(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
+    return AcceptedLayer(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
 
-def verify_by_rank(
+def accept_drafts_by_rank(
     p: torch.Tensor, drafts: np.ndarray, width: int, top_k: int, replacement: bool, rng: np.random.Generator
-) -> Verified:
+) -> AcceptedLayer:
     """Accept the drafts that are among the target's best cells, and draw from p what these leave.
 
     Cells have no distribution that p alone decides. As the temperature falls, without replacement and with `top_k` at
-    most `width`, they become the `width` best ones, as those of `verify` do. Source: top-K acceptance; verification is
-    relaxed in the same spirit in AtSpeed (https://arxiv.org/abs/2410.05165).
+    most `width`, they become the `width` best ones, as those of `accept_drafts` do. Source: top-K acceptance;
+    verification is relaxed in the same spirit in AtSpeed (https://arxiv.org/abs/2410.05165).
 
     Args:
-        p: [I, V] float64, as in `verify`.
+        p: [I, V] float64, as in `accept_drafts`.
         drafts: [S] flat cells in the order they were drawn.
-        width: W, as in `verify`.
+        width: W, as in `accept_drafts`.
         top_k: So many cells are the best; those that tie for the last place are all among them.
         replacement: Whether a cell may be drawn again.
-        rng: As in `verify`.
+        rng: As in `accept_drafts`.
     """
     target = p.flatten()
     least = target.topk(min(top_k, len(target))).values[-1]
@@ -154,7 +154,7 @@ def verify_by_rank(
     cells = drafts[accepted]
     left = target if replacement else target.index_fill(0, torch.from_numpy(cells).to(p.device), 0.0)
     filled = draw_cells(left, width - len(cells), replacement, rng)
-    return Verified(np.concatenate([cells, filled]), np.concatenate([accepted, np.full(len(filled), -1)]))
+    return AcceptedLayer(np.concatenate([cells, filled]), np.concatenate([accepted, np.full(len(filled), -1)]))
 
 
 class Draft(NamedTuple):
@@ -166,7 +166,7 @@ class Draft(NamedTuple):
     left: float  # what q held after the drafts before it: 1 with replacement
 
 
-class Residual:
+class DraftRejectionResidual:
     """p': what the target's distribution for the next beam has become after the drafts seen so far.
 
     A rejection makes p' = norm(max(p' - q', 0)), q' being what the rejected draft was drawn from, and an acceptance
@@ -230,13 +230,13 @@ class Residual:
         self.mass = self.whole = float(self.target.sum())
 
 
-def acceptance_distribution(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
+def draft_acceptance_distribution(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
     """P(S, k) for k = 0..S: the distribution of how many of S drafts with replacement are accepted if none is enough.
 
     A run of drafts up to its next acceptance begins anew after each, so the counts are a convolution.
     Source: DSBD paper, whose M_S is S.
     """
-    residual = Residual(p, q, replacement=True)
+    residual = DraftRejectionResidual(p, q, replacement=True)
     none = np.cumprod([1.0] + [residual.reject() for _ in range(num_drafts)])  # [S + 1], P(i, 0)
     first = np.concatenate([[0.0], none[:-1] - none[1:]])  # the first accepted is the i-th
     distribution = [none]
@@ -245,7 +245,7 @@ def acceptance_distribution(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -
     return np.array(distribution)[:, -1]
 
 
-def dynamic_width(
+def acceptable_draft_width(
     p: torch.Tensor, q: torch.Tensor, num_drafts: int, threshold: float, min_width: int, max_width: int
 ) -> int:
     """The widest layer that drafts fill with a probability of at least `threshold`, within bounds.
@@ -253,12 +253,14 @@ def dynamic_width(
     It is derived for drafts with replacement, and used without it too: whatever the rule, as long as it looks at p
     and q and not at the drafts, the layer's distribution stays exact. Source: DSBD paper.
     """
-    at_least = acceptance_distribution(p, q, num_drafts)[::-1].cumsum()[::-1]  # [S + 1], P(>= K), which is 1 at K = 0
+    at_least = draft_acceptance_distribution(p, q, num_drafts)[::-1].cumsum()[
+        ::-1
+    ]  # [S + 1], P(>= K), which is 1 at K = 0
     widest = int(np.flatnonzero(at_least >= threshold - NEGLIGIBLE)[-1])
     return min(max_width, max(min_width, widest))
 
 
-def _as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
+def _accept_drafts_as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
     where = torch.from_numpy(drafts).to(q.device)
     target, chances = p.flatten()[where], q.flatten()[where]
     left = torch.ones_like(chances)

@@ -13,7 +13,7 @@ from vllm_trie.speculation.search.forest import BestTokens
 from vllm_trie.speculation.worker.forest_step import ForestStep
 
 
-def best_drafts(
+def best_drafts_of_layer(
     forest_steps: Sequence[ForestStep], values: torch.Tensor, rows: Sequence[np.ndarray], number: int
 ) -> list[BestTokens]:
     """The best tokens of layer `number` for each group, as many as it may draft; the host sees the device.
@@ -27,12 +27,12 @@ def best_drafts(
     best = []
     for forest_step, of_group in zip(forest_steps, rows, strict=True):
         logits = values[int(of_group[0]) : int(of_group[-1]) + 1]
-        ranked = rank(forest_step, logits, forest_step.states_at(forest_step.layer.nodes), number)
+        ranked = rank_drafts_after_nodes(forest_step, logits, forest_step.states_at(forest_step.layer.nodes), number)
         best.append(BestTokens(*(field.numpy() for field in ranked)))
     return best
 
 
-def rank(
+def rank_drafts_after_nodes(
     forest_step: ForestStep, logits: torch.Tensor, states: States, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[nodes, n] float32 and int64, the best log-probabilities after each node and their tokens, the best first.

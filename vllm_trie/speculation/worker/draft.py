@@ -2,7 +2,7 @@
 
 The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
 gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or `draft_by_lookup`. Next: `verify`, then
-`accepted_path`.
+`accepted_forest_path`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.speculation.search.forest import Forest, Layer
-from vllm_trie.speculation.worker.drawn_forest import DrawnForest
+from vllm_trie.speculation.worker.drawn_forest import DrawnForestStep
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
-from vllm_trie.speculation.worker.roots import Roots
-from vllm_trie.speculation.worker.searched_forest import SearchedForest
-from vllm_trie.speculation.worker.tree_rows import TreeRows
+from vllm_trie.speculation.worker.roots import ForestRoots
+from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
+from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.worker.rank_check import WorkerRankCheck
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.step_context import RunnerStepContext
 
 Forests = dict[str, ForestStep]  # by group
-FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForest}  # by strategy; for others one that is searched
+FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForestStep}  # by strategy; for others one that is searched
 
 
 class Drafter(ABC):
@@ -43,7 +43,7 @@ class Drafter(ABC):
     """
 
     def __init__(
-        self, runner: GPUModelRunner, selector: Selector, tree_rows: TreeRows, rank_check: WorkerRankCheck | None
+        self, runner: GPUModelRunner, selector: Selector, tree_rows: DraftTreeRows, rank_check: WorkerRankCheck | None
     ) -> None:
         self._runner = runner
         self._selector = selector
@@ -67,7 +67,7 @@ class Drafter(ABC):
                 output.total_num_scheduled_tokens += count - output.num_scheduled_tokens[row_id]
                 output.num_scheduled_tokens[row_id] = count
                 if count > 1:
-                    output.scheduled_spec_decode_tokens[row_id] = [0] * (count - 1)  # see `TreeRows`
+                    output.scheduled_spec_decode_tokens[row_id] = [0] * (count - 1)  # see `DraftTreeRows`
         if forests:
             self._tree_rows.write_drafts([*forests.values()])
         return forests
@@ -81,7 +81,7 @@ class Drafter(ABC):
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)
 
-    def _make_forest(self, step: GroupStep, group: GroupRows, roots: Roots) -> ForestStep:
+    def _make_forest(self, step: GroupStep, group: GroupRows, roots: ForestRoots) -> ForestStep:
         """A forest of a group's roots; to be called in the order of the groups."""
         rows, block_sizes, budget, blocks = self._selector.rows, self._runner.block_tables.block_sizes, step.budget, []
         assert budget is not None
@@ -95,7 +95,7 @@ class Drafter(ABC):
             if next_blocks:
                 own[:, column + 1] = next_blocks
             blocks.append(own)
-        kind = FORESTS.get(type(step.rules.strategy), SearchedForest)
+        kind = FORESTS.get(type(step.rules.strategy), SearchedForestStep)
         step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
         forest = Forest(roots.tokens[:, -1].tolist(), budget.max_drafts)
         beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)

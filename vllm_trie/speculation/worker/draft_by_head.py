@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
-from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.head_model import HeadModel
-from vllm_trie.speculation.worker.roots import Roots
+from vllm_trie.speculation.worker.head_model import DraftHeadModel
+from vllm_trie.speculation.worker.roots import ForestRoots
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
 
-class HeadDrafts(ModelDrafts):
+class HeadDrafter(ModelDrafter):
     """Drafts from the head of a runner."""
 
     @cached_property
-    def draft_model(self) -> HeadModel:
+    def draft_model(self) -> DraftHeadModel:
         """The head."""
-        return HeadModel(self._runner, self._tree_rows)
+        return DraftHeadModel(self._runner, self._tree_rows)
 
-    def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
+    def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:
         """As of a draft model; but drafts that are accepted are computed anew, beside the target's own states."""
         super()._note_pending(forest_step, roots)
         forest_step.keeps_drafted = False

@@ -14,10 +14,10 @@ from vllm_trie.messages import GroupStep
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.speculation.search.draft_lookup import DraftPaths, NGrams, PromptIndex, continuations
+from vllm_trie.speculation.search.draft_lookup import DraftPaths, DraftPromptIndex, NGrams, look_up_drafts
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.roots import Roots, roots_of
+from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.step_context import RunnerStepContext
 
@@ -25,7 +25,7 @@ MOST_OF_BEAM = 4  # different continuations of a beam
 NO_TOKEN = -1
 
 
-class LookupDrafts(Drafter):
+class LookupDrafter(Drafter):
     """Drafts from what the group knows already."""
 
     @cached_property
@@ -36,25 +36,25 @@ class LookupDrafts(Drafter):
     def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
         forests, drafting = dict[str, ForestStep](), [groups[group_id] for group_id in context.speculating]
-        roots = roots_of(self._selector.rows, drafting, [len(group.prompt) for group in drafting])
+        roots = forest_roots_of(self._selector.rows, drafting, [len(group.prompt) for group in drafting])
         for group_id, group, of_group in zip(context.speculating, drafting, roots, strict=True):
             step = context.steps[group_id]
             found, scores = self._look_up(step, group, of_group), of_group.scores
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
-            if _may_lead_on(found, step.rules, scores):
+            if _drafts_may_lead_on(found, step.rules, scores):
                 forests[group_id] = self._make_forest(step, group, of_group)
                 forests[group_id].add_layers(found)
         self.compare(forests)
         return forests
 
-    def _look_up(self, step: GroupStep, group: GroupRows, roots: Roots) -> DraftPaths:
+    def _look_up(self, step: GroupStep, group: GroupRows, roots: ForestRoots) -> DraftPaths:
         """How the beams of a group may go on. Waits for the device where there are constraints."""
         rows, budget = self._selector.rows, step.budget
         assert budget is not None
         if group.prompt_index is None:
-            group.prompt_index = PromptIndex(group.prompt)
+            group.prompt_index = DraftPromptIndex(group.prompt)
         end = rows.num_computed(group) + 1
-        found = continuations(group.prompt_index, roots.tokens, self._ngrams, budget.num_layers, MOST_OF_BEAM)
+        found = look_up_drafts(group.prompt_index, roots.tokens, self._ngrams, budget.num_layers, MOST_OF_BEAM)
         found.tokens[step.rules.stops.lead_nowhere(found.tokens)] = NO_TOKEN
         beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
         if beams.states and len(found.beams):
@@ -71,7 +71,7 @@ class LookupDrafts(Drafter):
         found.tokens[~leads_on.cpu().numpy()] = NO_TOKEN
 
 
-def _may_lead_on(found: DraftPaths, rules: SelectRules, scores: np.ndarray) -> bool:
+def _drafts_may_lead_on(found: DraftPaths, rules: SelectRules, scores: np.ndarray) -> bool:
     """Whether a second step may come of these drafts: the best beam has one, or each has where all of them count.
 
     Args:

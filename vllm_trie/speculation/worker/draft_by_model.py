@@ -8,15 +8,15 @@ from vllm_trie.search.devices import sees
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
 from vllm_trie.speculation.worker.draft_model import DraftModel
-from vllm_trie.speculation.worker.forest_step import ForestStep, add_layer
-from vllm_trie.speculation.worker.roots import Roots, roots_of
-from vllm_trie.speculation.worker.searched_forest import SearchedForest
-from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
+from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
+from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
+from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.step_context import RunnerStepContext
 
 
-class ModelDrafts(Drafter):
+class ModelDrafter(Drafter):
     """Drafts from the draft model of a runner."""
 
     @cached_property
@@ -27,14 +27,16 @@ class ModelDrafts(Drafter):
     def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
         drafting = [groups[group_id] for group_id in context.speculating]
-        roots = roots_of(self._selector.rows, drafting, [group.num_drafted for group in drafting])
+        roots = forest_roots_of(self._selector.rows, drafting, [group.num_drafted for group in drafting])
         forests = dict[str, ForestStep]()
         for group_id, group, of_group in zip(context.speculating, drafting, roots, strict=True):
             forests[group_id] = self._make_forest(context.steps[group_id], group, of_group)
             self._note_pending(forests[group_id], of_group)
         self._catch_up(forests)
         is_seen = sees(self._runner.device)
-        unseen: Forests = {key: one for key, one in forests.items() if isinstance(one, SearchedForest) and not is_seen}
+        unseen: Forests = {
+            key: one for key, one in forests.items() if isinstance(one, SearchedForestStep) and not is_seen
+        }
         if unseen:
             self._draft_unseen(unseen)
         others = {key: one for key, one in forests.items() if key not in unseen}
@@ -43,7 +45,7 @@ class ModelDrafts(Drafter):
             self.compare(others)
         return forests
 
-    def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
+    def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:
         """Note what of each beam the draft model has not computed."""
         forest_step.pending, forest_step.group.num_drafted = roots.tokens.tolist(), forest_step.start
 
@@ -60,7 +62,7 @@ class ModelDrafts(Drafter):
 
     def _draft_unseen(self, forests: Forests) -> None:
         """Draft all layers of forests whose shape the host does not know yet. Waits for nothing."""
-        unseen = UnseenForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
+        unseen = DeviceForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
         batch = DraftBatch()
         for forest_step in unseen.forest_steps:
             batch.add_pending(forest_step)
@@ -79,4 +81,4 @@ class ModelDrafts(Drafter):
                 batch.add_pending(forest_step)
             else:
                 batch.add_layer(forest_step)
-        add_layer(active, self.draft_model.logits(batch), number)
+        add_forest_layer(active, self.draft_model.logits(batch), number)

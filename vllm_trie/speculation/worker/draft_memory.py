@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_trie.speculative_config import speculative_config_layers
 
 
-def take_widest_move(runner: GPUModelRunner) -> None:
+def take_widest_draft_move(runner: GPUModelRunner) -> None:
     """Hold as much memory as drafts that all rows accept: their keys and values, and hidden states beside them."""
     config, speculator = runner.vllm_config, runner.speculator
     specs = [spec for spec in runner.get_kv_cache_spec().values() if isinstance(spec, AttentionSpec)]

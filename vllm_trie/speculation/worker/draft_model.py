@@ -79,7 +79,7 @@ class DraftModel:
                 builder.announce([of_group[number] for of_group in inputs.sharing])
 
 
-def draft_logits(runner: GPUModelRunner) -> Iterator[torch.Tensor]:
+def draft_model_logits(runner: GPUModelRunner) -> Iterator[torch.Tensor]:
     """Logits as the draft model, or the head, of a runner makes them."""
     speculator = runner.speculator
     if isinstance(speculator, DraftModelSpeculator):

@@ -17,7 +17,7 @@ MOST_TOKENS = 512  # of a request, that one pass of a draft model's kernel takes
 
 
 @torch.inference_mode()
-def warm_up(runner: BeamModelRunner, drafts: torch.Tensor | None) -> None:
+def warm_up_draft_inputs(runner: BeamModelRunner, drafts: torch.Tensor | None) -> None:
     """Launch them for a batch of one request that has no tokens: scratch memory is all they write.
 
     Args:
@@ -27,12 +27,12 @@ def warm_up(runner: BeamModelRunner, drafts: torch.Tensor | None) -> None:
     batch: Any = SimpleNamespace(num_reqs=1, num_tokens=0, input_ids=zeros, query_start_loc=zeros, seq_lens=zeros[:1])
     batch.positions, batch.idx_mapping, batch.cu_num_logits = zeros.long(), zeros[:1].long(), zeros
     if drafts is not None:
-        _combine_with_trees(runner, batch, drafts)
+        _combine_with_draft_trees(runner, batch, drafts)
     if isinstance(runner.speculator, StandaloneARSpeculator):
-        _prepare_prompts(runner.speculator, runner.req_states.last_sampled_tokens, batch)
+        _prepare_draft_prompts(runner.speculator, runner.req_states.last_sampled_tokens, batch)
 
 
-def _combine_with_trees(runner: BeamModelRunner, batch: Any, drafts: torch.Tensor) -> None:
+def _combine_with_draft_trees(runner: BeamModelRunner, batch: Any, drafts: torch.Tensor) -> None:
     """A target's inputs with the drafts of trees, of which a row may have more than vLLM drafts."""
     combine_sampled_and_draft_tokens(
         torch.zeros_like(batch.input_ids),
@@ -48,7 +48,7 @@ def _combine_with_trees(runner: BeamModelRunner, batch: Any, drafts: torch.Tenso
     )
 
 
-def _prepare_prompts(speculator: StandaloneARSpeculator, last_sampled: torch.Tensor, batch: Any) -> None:
+def _prepare_draft_prompts(speculator: StandaloneARSpeculator, last_sampled: torch.Tensor, batch: Any) -> None:
     """A draft model's inputs after prompts of each length that the kernel is compiled for."""
     for exponent in range(MOST_TOKENS.bit_length()):
         batch.query_start_loc_np = np.array([0, 1 << exponent])

@@ -19,16 +19,22 @@ from vllm_trie.search.sampling import generator
 from vllm_trie.search.step import joint_distribution, reported
 from vllm_trie.search.step_result import Going, Step, packed, unpacked
 from vllm_trie.search.strategies.drawn import Drawn, take_cells
-from vllm_trie.speculation.search.forest import affordable
-from vllm_trie.speculation.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers
-from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.speculation.search.forest import affordable_forest_layers
+from vllm_trie.speculation.search.rejection import (
+    AcceptedLayer,
+    DraftAcceptanceRules,
+    Drafts,
+    accept_draft_layers,
+    draw_acceptable_drafts,
+)
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
 from vllm_trie.speculation.worker.forest_step import ForestStep, Found
 
 NO_SLOT = NO_NODE = -1
 
 
 @dataclass(slots=True)
-class DrawnForest(ForestStep):
+class DrawnForestStep(ForestStep):
     """The forest of a beam sampling."""
 
     strategy: Drawn = field(init=False)
@@ -47,20 +53,22 @@ class DrawnForest(ForestStep):
     def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
         """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
         room = budget.max_drafts, budget.num_layers, budget.draft_width
-        num_layers, draft_width = affordable(*room, rules.width)
+        num_layers, draft_width = affordable_forest_layers(*room, rules.width)
         return replace(budget, num_layers=num_layers, draft_width=draft_width)
 
     @property
-    def draft_rules(self) -> DraftRules:
+    def draft_rules(self) -> DraftAcceptanceRules:
         """How layers are drawn and verified."""
         replacement, min_width, threshold, _, top_k = self.strategy
-        return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k)
+        return DraftAcceptanceRules(
+            self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k
+        )
 
     @classmethod
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""
         for forest_step, rows in growing:
-            assert isinstance(forest_step, DrawnForest)
+            assert isinstance(forest_step, DrawnForestStep)
             forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
 
     def draw(self, logits: torch.Tensor, number: int) -> None:
@@ -72,7 +80,7 @@ class DrawnForest(ForestStep):
         every = logits.new_zeros(len(before), vocab_size).index_copy(0, alive, logits)
         beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
         (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
-        drafts = drafted(q, self.draft_rules, self.rng)
+        drafts = draw_acceptable_drafts(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         drawn = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
         nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in drawn]
@@ -84,15 +92,15 @@ class DrawnForest(ForestStep):
         self.nodes_of_drafts.append(nodes)
 
     @classmethod
-    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[Found]:
         """See `ForestStep`. Waits for the device in every step of every group."""
         found = []
         for of_group in nodes:
-            assert isinstance(of_group.forest_step, DrawnForest)
+            assert isinstance(of_group.forest_step, DrawnForestStep)
             found.append(of_group.forest_step.verify(of_group))
         return found
 
-    def verify(self, nodes: Nodes) -> Found:
+    def verify(self, nodes: VerifiedForestNodes) -> Found:
         """Layers that are distributed as beam sampling's, until one was not drafted in full."""
         steps, beams, accepted = list[Step](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
@@ -101,7 +109,7 @@ class DrawnForest(ForestStep):
         logprobs: torch.Tensor  # of the beams before the newest step
         newest: Step[torch.Tensor]
 
-        def target(verified: Verified | None) -> torch.Tensor:
+        def target(verified: AcceptedLayer | None) -> torch.Tensor:
             """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
             nonlocal before, logprobs
             before = self.beams_at(beams[-1], Beams(scores[None]))
@@ -115,9 +123,9 @@ class DrawnForest(ForestStep):
             rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
             choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
             newest = reported(rules, choice)
-            return on_host(newest), slots.cpu().numpy()
+            return drawn_forest_on_host(newest), slots.cpu().numpy()
 
-        for verified in verified_layers(self.drafts, target, self.draft_rules, self.rng):
+        for verified in accept_draft_layers(self.drafts, target, self.draft_rules, self.rng):
             rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
             step, slots = take(slots_of_rows[rows] * logprobs.shape[-1] + tokens)
             steps.append(step)
@@ -135,11 +143,15 @@ class DrawnForest(ForestStep):
         kept = self.strategy.kept(newest)
         newest_tokens = kept.tokens[0].long()
         return Found(
-            [*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, newest_tokens, before.after(Going.of(kept))
+            [*steps[:-1], drawn_forest_on_host(kept)],
+            beams[: len(steps)],
+            accepted,
+            newest_tokens,
+            before.after(Going.of(kept)),
         )
 
 
-def on_host(step: Step) -> Step:
+def drawn_forest_on_host(step: Step) -> Step:
     """The step of a single group."""
     words, layout = packed(step)
     (of_group,) = unpacked(words.cpu().numpy(), layout)

@@ -1,8 +1,8 @@
 """The layers of searched forests while they grow on a device that the host does not see.
 
-`speculation.search.forest.grow` says what is drafted, `forest_step.ForestStep` which blocks rows take. Here both are
-done without the host, which knows how many nodes a layer may have, and nothing of them. `kernels.forest_growth` has the
-same as kernels; `unseen_forests` calls either.
+`speculation.search.forest.draft_forest_layer` says what is drafted, `forest_step.ForestStep` which blocks rows take.
+Here both are done without the host, which knows how many nodes a layer may have, and nothing of them.
+`kernels.forest_growth` has the same as kernels; `unseen_forests` calls either.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vllm_trie.worker.attention.shared_rows import WORD
 
 NO_NODE = -1  # the parent of what could have been a node, and of roots
 ALIGNED = 4  # nodes: where layers begin, and columns of tables, so that all that is read of them is aligned
-NUM_DRAFTS, NUM_NARROW, NUM_TAKEN = 0, 1, 2  # columns of `Growing.totals`
+NUM_DRAFTS, NUM_NARROW, NUM_TAKEN = 0, 1, 2  # columns of `GrowingForests.totals`
 
 
-class Part(NamedTuple):
+class GrowthPart(NamedTuple):
     """Where the nodes of a layer of a forest are, as many as there may be, among those of all layers and forests."""
 
     first: int
@@ -33,13 +33,13 @@ class Part(NamedTuple):
         return slice(self.first, self.first + self.size)
 
 
-class ForestPlan(NamedTuple):
+class ForestGrowthPlan(NamedTuple):
     """What the host knows of a forest before it grows."""
 
     place: int  # among all forests
     first_row: int  # among the rows of all
     forest_step: ForestStep
-    parts: list[Part]  # by layer, from the roots on
+    parts: list[GrowthPart]  # by layer, from the roots on
 
     @property
     def rows(self) -> slice:
@@ -58,7 +58,7 @@ class ForestPlan(NamedTuple):
         return num_roots + min(sum(of_layers), self.forest_step.budget.max_drafts)
 
 
-class Growing(NamedTuple):
+class GrowingForests(NamedTuple):
     """Forests on the device: N nodes of all layers, R rows, G forests."""
 
     words: torch.Tensor  # int32, one after the other: what the host reads when they have grown, the next three
@@ -85,10 +85,10 @@ class Growing(NamedTuple):
         return self.drafted[1]
 
 
-def plans_of(forest_steps: Sequence[ForestStep]) -> list[ForestPlan]:
+def forest_growth_plans(forest_steps: Sequence[ForestStep]) -> list[ForestGrowthPlan]:
     """Plans of forests that have nothing but roots yet. All of one layer come before the next one, forest by forest."""
     most_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
-    parts: list[list[Part]] = [[] for _ in forest_steps]
+    parts: list[list[GrowthPart]] = [[] for _ in forest_steps]
     first = 0
     for number in range(most_layers + 1):
         for forest_step, of_forest in zip(forest_steps, parts, strict=True):
@@ -96,22 +96,22 @@ def plans_of(forest_steps: Sequence[ForestStep]) -> list[ForestPlan]:
             if number > 0:
                 is_drafted = number <= forest_step.budget.num_layers
                 count = min(forest_step.budget.draft_width, forest_step.num_open(number)) if is_drafted else 0
-            of_forest.append(Part(first, count))
+            of_forest.append(GrowthPart(first, count))
             first += count
         first = -(-first // ALIGNED) * ALIGNED
     rows = np.cumsum([0, *(forest_step.num_beams for forest_step in forest_steps)]).tolist()
-    return [ForestPlan(*each) for each in zip(range(len(parts)), rows, forest_steps, parts, strict=False)]
+    return [ForestGrowthPlan(*each) for each in zip(range(len(parts)), rows, forest_steps, parts, strict=False)]
 
 
-def layer_of(plans: Sequence[ForestPlan], number: int) -> slice:
+def forest_growth_layer(plans: Sequence[ForestGrowthPlan], number: int) -> slice:
     """Where the nodes of a layer of all forests are."""
     first, last = plans[0].parts[number].first, plans[-1].parts[number]
     return slice(first, last.first + last.size)
 
 
-def plant(
-    plans: Sequence[ForestPlan], beside: Sequence[np.ndarray], device: torch.device
-) -> tuple[Growing, list[torch.Tensor]]:
+def plant_forests(
+    plans: Sequence[ForestGrowthPlan], beside: Sequence[np.ndarray], device: torch.device
+) -> tuple[GrowingForests, list[torch.Tensor]]:
     """Forests of roots alone, on the device, with room for all that they may become; by one copy.
 
     Args:
@@ -121,12 +121,16 @@ def plant(
     """
     forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
     columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
-    num_nodes, num_rows, num_tables = layer_of(plans, -1).stop, plans[-1].rows.stop, len(forest_steps[0].blocks)
+    num_nodes, num_rows, num_tables = (
+        forest_growth_layer(plans, -1).stop,
+        plans[-1].rows.stop,
+        len(forest_steps[0].blocks),
+    )
     num_nodes, columns = (-(-count // ALIGNED) * ALIGNED for count in (num_nodes, columns))
     num_words = -(-(1 + max(forest_step.budget.max_drafts for forest_step in forest_steps)) // WORD)
     most_spare = max(len(blocks) for forest_step in forest_steps for blocks in forest_step.spare_blocks)
     words = np.zeros(3 * num_nodes + num_tables * num_rows * columns, np.int32)
-    drafted, rows, tables = _parts_of(words, num_nodes, (num_tables, num_rows, columns))
+    drafted, rows, tables = _growth_parts_of(words, num_nodes, (num_tables, num_rows, columns))
     drafted[0] = NO_NODE
     tables[:] = NO_BLOCK
     scores, ends = np.full(num_nodes, NEVER, np.float32), np.zeros(num_nodes, np.int32)
@@ -147,23 +151,25 @@ def plant(
             spare[number, plan.place, : len(blocks)] = blocks[::-1]
     state = words, scores, ends, masks, slots, counts, totals, reached, spare
     words_there, *there = uploaded_together([*state, *beside], device)
-    parts = _parts_of(words_there, num_nodes, tables.shape)
-    return Growing(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
+    parts = _growth_parts_of(words_there, num_nodes, tables.shape)
+    return GrowingForests(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
 
 
-def _parts_of(words: Any, num_nodes: int, of_tables: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def _growth_parts_of(words: Any, num_nodes: int, of_tables: tuple[int, ...]) -> tuple[Any, Any, Any]:
     """Nodes, their rows and tables [KV cache groups, R, columns] as parts of an array of words, or of a tensor."""
     nodes, rest = words[: 3 * num_nodes].reshape(3, num_nodes), words[3 * num_nodes :]
     return nodes[:2], nodes[2], rest.reshape(of_tables)
 
 
-def on_host(words: np.ndarray, growing: Growing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def grown_forests_on_host(words: np.ndarray, growing: GrowingForests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`drafted`, `rows` and `tables` of forests whose words the host has read."""
-    return _parts_of(words, growing.drafted.shape[1], tuple(growing.tables.shape))
+    return _growth_parts_of(words, growing.drafted.shape[1], tuple(growing.tables.shape))
 
 
-def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Draft layer `number` of a forest, as `speculation.search.forest.grow` does.
+def draft_growing_layer(
+    growing: GrowingForests, plan: ForestGrowthPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Draft layer `number` of a forest, as `speculation.search.forest.draft_forest_layer` does.
 
     Args:
         growing: Written.
@@ -190,7 +196,9 @@ def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tenso
     totals[NUM_DRAFTS] += count
 
 
-def place(growing: Growing, plan: ForestPlan, number: int, block_sizes: Sequence[int]) -> None:
+def place_growing_layer(
+    growing: GrowingForests, plan: ForestGrowthPlan, number: int, block_sizes: Sequence[int]
+) -> None:
     """Find rows, masks, blocks and slots for layer `number` of a forest. What is no node sees its forest's first root.
 
     Args:

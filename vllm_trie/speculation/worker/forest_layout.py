@@ -16,7 +16,7 @@ import torch
 
 from vllm_trie.search import spans
 from vllm_trie.search.devices import uploaded
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, Growing
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests
 
 PARENT_UNIT = 1 << 32  # of a key, which is a parent and a token
 NO_CHILD = (1 << 63) - 1  # comes behind all keys
@@ -47,7 +47,7 @@ class Laid(NamedTuple):
     at: torch.Tensor  # [G, S + 1] int64, which logits follow each node; any for what is none
 
 
-def layout_of(plans: Sequence[ForestPlan]) -> np.ndarray:
+def forest_layout_of(plans: Sequence[ForestGrowthPlan]) -> np.ndarray:
     """[G, n] int32, what the kernel must know of each forest.
 
     Where it starts in the caches of its rows, its first token, how many it has, its first row; and by layer where its
@@ -61,7 +61,9 @@ def layout_of(plans: Sequence[ForestPlan]) -> np.ndarray:
     return np.array(of_forests, np.int32)
 
 
-def lay_out(growing: Growing, plan: ForestPlan, first: int, inputs: TargetInputs, laid: Laid) -> None:
+def lay_out_forest(
+    growing: GrowingForests, plan: ForestGrowthPlan, first: int, inputs: TargetInputs, laid: Laid
+) -> None:
     """Lay out one forest.
 
     Args:

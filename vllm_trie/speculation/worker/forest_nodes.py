@@ -18,7 +18,7 @@ from vllm_trie.worker.select.select import Selector
 ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
 
 
-class Nodes:
+class VerifiedForestNodes:
     """The nodes of one group's forest, and what the target says after each.
 
     Args:
@@ -50,7 +50,7 @@ class Nodes:
         self.values = self._selector.processed(rows, self.values, *of_paths)
         self.at[nodes] = np.arange(len(nodes))
 
-    def parts(self, alike: list[Nodes]) -> list[list[Nodes]]:
+    def parts(self, alike: list[VerifiedForestNodes]) -> list[list[VerifiedForestNodes]]:
         """Groups with the rules of this one that may take their steps together, see `Selector.parts`."""
         return self._selector.parts(self.rules[0], alike)
 

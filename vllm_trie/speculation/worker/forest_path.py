@@ -14,7 +14,7 @@ import numpy as np
 from vllm_trie.search.step_result import Step
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.table_entries import TableEntries
+from vllm_trie.speculation.worker.table_entries import DraftTableEntries
 
 
 class AcceptedPath(NamedTuple):
@@ -26,13 +26,13 @@ class AcceptedPath(NamedTuple):
     num_tokens: int  # of the histories
     tokens: np.ndarray  # [b, steps] that each row has got after these
     tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 the blocks that rows have then
-    entries: list[TableEntries]  # likewise: what of these they have not already
+    entries: list[DraftTableEntries]  # likewise: what of these they have not already
     copies: np.ndarray  # [copies, 2] int64, blocks from where, and where to
     moves: list[np.ndarray]  # by KV cache group: [2, tokens] slots of the cache, likewise
     is_controlled: bool  # whether they also take over what the processors of their logits know
 
 
-def accepted_path(forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> AcceptedPath:
+def accepted_forest_path(forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> AcceptedPath:
     """Let the beams have the group's own rows, their tokens, blocks and what the draft model has computed.
 
     Full blocks are taken over by reference. The block that the roots are in is copied from the row whose tree has the
@@ -52,7 +52,7 @@ def accepted_path(forest_step: ForestStep, steps: list[Step], beams: list[list[i
     newest = [beams[-1][lead] for lead in leads]
 
     copies = dict[int, int]()  # sources by destination
-    tables, entries, moves = list[np.ndarray](), list[TableEntries](), list[np.ndarray]()
+    tables, entries, moves = list[np.ndarray](), list[DraftTableEntries](), list[np.ndarray]()
     for number, (table, column, block_size) in enumerate(
         zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True)
     ):
@@ -69,15 +69,15 @@ def accepted_path(forest_step: ForestStep, steps: list[Step], beams: list[list[i
             heirs = [(row, beams[filling - 1][sealer]) for row, sealer in of_sealers]
         for row, node in heirs:
             copies[table[row, column]] = table[forest.row_of[node], column]
-            moving += _along(forest, node, row, 1)
+            moving += _along_forest_path(forest, node, row, 1)
         if count > filling:
             for row, node in enumerate(newest):
-                moving += _along(forest, node, row, filling)
+                moving += _along_forest_path(forest, node, row, filling)
         num_columns = column + 1 + (count > filling)
         adopted = table[:, :num_columns].copy()
         adopted[:, :column], adopted[:, column] = table[slots, :column], table[tails, column]
         tables.append(adopted)
-        entries.append(TableEntries.of(forest_step.group.slots, number, adopted, known=table))
+        entries.append(DraftTableEntries.of(forest_step.group.slots, number, adopted, known=table))
         rows_and_places = np.array(moving, dtype=np.int64).reshape(-1, 2, 2)
         from_to = forest_step.slots_of(number, rows_and_places[..., 0], rows_and_places[..., 1])
         moves.append(from_to[from_to[:, 0] != from_to[:, 1]].T)
@@ -93,7 +93,7 @@ def accepted_path(forest_step: ForestStep, steps: list[Step], beams: list[list[i
     )
 
 
-def _along(forest: Forest, node: int, row: int, first: int) -> Iterator[tuple[int, int, int, int]]:
+def _along_forest_path(forest: Forest, node: int, row: int, first: int) -> Iterator[tuple[int, int, int, int]]:
     """Rows and places of nodes on the path to `node`, from depth `first` on, and those that they get in `row`."""
     for depth, passed in enumerate(forest.path(node)[first:], start=first):
         yield forest.row_of[passed], forest.places[passed], row, depth

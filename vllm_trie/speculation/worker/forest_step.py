@@ -16,7 +16,7 @@ from vllm_trie.search import spans
 from vllm_trie.search.beams import Beams, States, gather_states
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
-from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts
+from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts_to_forest
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class ForestStep:
-    """One group's forest in one step: a `SearchedForest` or a `DrawnForest`."""
+    """One group's forest in one step: a `SearchedForestStep` or a `DrawnForestStep`."""
 
     step: GroupStep
     group: GroupRows
@@ -143,7 +143,7 @@ class ForestStep:
 
     @classmethod
     def search(cls, nodes: Sequence[Any]) -> list[Found]:
-        """Take steps of the search of some groups, as many as their forests hold, on their `forest_nodes.Nodes`."""
+        """Take steps of the search of some groups, as many as their `forest_nodes.VerifiedForestNodes` hold."""
         raise NotImplementedError
 
     def follow_layer(self, first: int) -> None:
@@ -153,7 +153,7 @@ class ForestStep:
 
     def add_layers(self, found: DraftPaths) -> None:
         """Draft all layers at once."""
-        for nodes in add_drafts(self.forest, found, self.budget.draft_width):
+        for nodes in add_drafts_to_forest(self.forest, found, self.budget.draft_width):
             self._follow(nodes)
         self._take_blocks()
 
@@ -171,16 +171,16 @@ class ForestStep:
             return
         parents = self._on_device([self.forest.parents[node] for node in nodes])
         tokens = self._on_device([self.forest.tokens[node] for node in nodes])
-        self.states = followed(self.states, parents, tokens)
+        self.states = followed_forest_states(self.states, parents, tokens)
 
 
-def followed(states: States, parents: torch.Tensor, tokens: torch.Tensor) -> States:
+def followed_forest_states(states: States, parents: torch.Tensor, tokens: torch.Tensor) -> States:
     """[1, nodes + n, ...], behind the states of some nodes those of n more; `parents`, `tokens`: [1, n] int64."""
     before = gather_states(states, parents)
     return {key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in states.items()}
 
 
-def add_layer(forest_steps: Sequence[ForestStep], logits: torch.Tensor, number: int) -> None:
+def add_forest_layer(forest_steps: Sequence[ForestStep], logits: torch.Tensor, number: int) -> None:
     """Draft layer `number` of all these groups.
 
     Args:

@@ -20,8 +20,8 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
-from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
-from vllm_trie.speculation.worker.grown_forests import children_of
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
+from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.rows.group_rows import beams_of_rows
@@ -35,7 +35,7 @@ class Walked(NamedTuple):
     after: Beams  # what their rows carry then
 
 
-class Walk:
+class VerifyingWalk:
     """Steps of groups with equal rules, as many as their rules say, whether or not these lead somewhere.
 
     A beam that was not drafted is dead in the step after.
@@ -44,7 +44,7 @@ class Walk:
         nodes: Of each group.
     """
 
-    def __init__(self, nodes: Sequence[Nodes]) -> None:
+    def __init__(self, nodes: Sequence[VerifiedForestNodes]) -> None:
         self.nodes = nodes
         self.steps: list[Walked] = []  # that are taken
         self._values = nodes[0].values
@@ -58,7 +58,7 @@ class Walk:
         """
         if self._grown:
             is_controlled = self.nodes[0].rules[0].is_controlled
-            return children_of(self._grown, self.nodes[0].at if is_controlled else None)
+            return children_in_grown_forests(self._grown, self.nodes[0].at if is_controlled else None)
         num_nodes = max(of_group.forest.num_nodes for of_group in self.nodes)
         children = np.full((3, len(self.nodes), num_nodes + 1), NO_CHILD)
         for of_group, (keys, known, at) in zip(self.nodes, children.swapaxes(0, 1), strict=True):
@@ -121,11 +121,11 @@ class Walk:
         return self._known.gather(1, places).where(is_drafted, filled((), ROOT_OF_DEAD, self.device)), is_drafted
 
 
-def walks_of(nodes: Sequence[Nodes]) -> list[Walk]:
+def verifying_walks_of(nodes: Sequence[VerifiedForestNodes]) -> list[VerifyingWalk]:
     """Walks of groups, those together that have equal rules and nothing that is theirs alone, as far as memory goes."""
     alike = defaultdict(list)
     for number, of_group in enumerate(nodes):
         first = of_group.rules[0]
         is_alone = sees(of_group.values.device) or first.is_controlled or first.constraints or first.stops.strings
         alike[number if is_alone else None, *of_group.rules].append(of_group)
-    return [Walk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]
+    return [VerifyingWalk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]

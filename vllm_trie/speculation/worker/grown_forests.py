@@ -14,8 +14,8 @@ import torch
 from vllm_trie.search import spans
 from vllm_trie.search.devices import CopyToHost, uploaded, uploaded_together
 from vllm_trie.speculation.search.forest import ROOT, Forest
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, Growing, on_host
-from vllm_trie.speculation.worker.forest_layout import Laid, TargetInputs, lay_out
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests, grown_forests_on_host
+from vllm_trie.speculation.worker.forest_layout import Laid, TargetInputs, lay_out_forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.kernels import forest_layout as kernels
 from vllm_trie.worker import launches
@@ -29,12 +29,16 @@ class GrownForests:
     Args:
         plans: Theirs.
         growing: What has become of them.
-        layout: [G, n] int32 on the device, see `forest_layout.layout_of`.
-        new_blocks: [3, n] int64 on the device, by KV cache group, see `new_blocks_of`.
+        layout: [G, n] int32 on the device, see `forest_layout.forest_layout_of`.
+        new_blocks: [3, n] int64 on the device, by KV cache group, see `new_blocks_of_forests`.
     """
 
     def __init__(
-        self, plans: Sequence[ForestPlan], growing: Growing, layout: torch.Tensor, new_blocks: Sequence[torch.Tensor]
+        self,
+        plans: Sequence[ForestGrowthPlan],
+        growing: GrowingForests,
+        layout: torch.Tensor,
+        new_blocks: Sequence[torch.Tensor],
     ) -> None:
         self.plans, self._growing, self._layout, self._new_blocks = plans, growing, layout, new_blocks
         self._words = CopyToHost(growing.words)
@@ -83,11 +87,11 @@ class GrownForests:
             return
         for plan in self.plans:
             assert plan.forest_step.grown is not None
-            lay_out(self._growing, plan, plan.forest_step.grown.tokens.start, inputs, laid)
+            lay_out_forest(self._growing, plan, plan.forest_step.grown.tokens.start, inputs, laid)
 
     def read(self) -> None:
         """Let the host know the forests. Waits until they are drafted, and for nothing that comes after it."""
-        of_nodes = on_host(self._words.wait(), self._growing)
+        of_nodes = grown_forests_on_host(self._words.wait(), self._growing)
         for plan in self.plans:
             assert plan.forest_step.grown is not None
             plan.forest_step.grown.read(*of_nodes)
@@ -102,7 +106,7 @@ class GrownForest:
         first: Where its tokens begin among those of all.
     """
 
-    def __init__(self, forests: GrownForests, plan: ForestPlan, first: int) -> None:
+    def __init__(self, forests: GrownForests, plan: ForestGrowthPlan, first: int) -> None:
         self.forests, self._plan, self.place = forests, plan, plan.place
         self.tokens = slice(first, first + plan.num_tokens)
         self.nodes = np.zeros(0, np.int64)  # [nodes], once they are read: the place of each, see `forest_layout.Laid`
@@ -119,7 +123,7 @@ class GrownForest:
         return RowTrees(self._plan.forest_step.start, masks, of_rows, ends)
 
     def read(self, drafted: np.ndarray, rows: np.ndarray, tables: np.ndarray) -> None:
-        """Let the host know the forest; see `forest_growth.Growing` for what it is made of."""
+        """Let the host know the forest; see `forest_growth.GrowingForests` for what it is made of."""
         plan, forest_step, sizes = self._plan, self._plan.forest_step, np.array(self._plan.sizes)
         at = spans(np.array([part.first for part in plan.parts]), sizes)
         layers, firsts = np.repeat(np.arange(len(sizes)), sizes), np.append(0, np.cumsum(sizes) - sizes)
@@ -136,12 +140,12 @@ class GrownForest:
             table[:] = grown[plan.rows, : table.shape[1]]
 
 
-def grown_together(forest_steps: Iterable[ForestStep]) -> GrownForests | None:
+def forests_grown_together(forest_steps: Iterable[ForestStep]) -> GrownForests | None:
     """All forests of a step that the device has grown; None if there are none."""
     return next((forest_step.grown.forests for forest_step in forest_steps if forest_step.grown is not None), None)
 
 
-def children_of(grown: Sequence[GrownForest], at: np.ndarray | None = None) -> tuple[torch.Tensor, ...]:
+def children_in_grown_forests(grown: Sequence[GrownForest], at: np.ndarray | None = None) -> tuple[torch.Tensor, ...]:
     """Of some forests the keys of their drafts in order, which nodes these are, and of nodes which logits follow them.
 
     [G, places] int64 each, see `forest_layout.Laid`.
@@ -162,7 +166,7 @@ def children_of(grown: Sequence[GrownForest], at: np.ndarray | None = None) -> t
     return keys, nodes, uploaded(of_places[None], laid.keys.device)
 
 
-def new_blocks_of(plans: Sequence[ForestPlan]) -> list[np.ndarray]:
+def new_blocks_of_forests(plans: Sequence[ForestGrowthPlan]) -> list[np.ndarray]:
     """By KV cache group [3, n] int64: rows of all forests, their slots and columns, where they may take new blocks."""
     found = list[np.ndarray]()
     for number in range(len(plans[0].forest_step.blocks)):

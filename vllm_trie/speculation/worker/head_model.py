@@ -10,10 +10,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
 from vllm_trie.speculation.worker.draft_model import DraftModel
-from vllm_trie.speculation.worker.tree_rows import TreeRows
+from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 
 
-class HeadModel(DraftModel):
+class DraftHeadModel(DraftModel):
     """The head of a runner, as a draft model that also reads the hidden states at the token before each.
 
     Args:
@@ -21,7 +21,7 @@ class HeadModel(DraftModel):
         rows: Of the runner, which have the hidden states.
     """
 
-    def __init__(self, runner: GPUModelRunner, rows: TreeRows) -> None:
+    def __init__(self, runner: GPUModelRunner, rows: DraftTreeRows) -> None:
         super().__init__(runner)
         self._rows = rows
 

@@ -31,7 +31,7 @@ from vllm_trie.compat.versions import planned_vllm_kv_cache
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 
-class HiddenStates:
+class DraftHiddenStates:
     """The states of all tokens in a runner's KV cache.
 
     Args:
@@ -42,10 +42,10 @@ class HiddenStates:
         config, speculator = runner.kv_cache_config, runner.speculator
         assert isinstance(speculator, EagleSpeculator)
         self._model = speculator.model
-        self.layer, self.number = _layer_of(speculator, config.kv_cache_groups)
+        self.layer, self.number = _draft_head_layer_of(speculator, config.kv_cache_groups)
         block_size = runner.block_tables.block_sizes[self.number]
         size = config.num_blocks, block_size, speculator.hidden_size
-        with _memory_of_kv_caches(runner.vllm_config):
+        with _memory_of_draft_states(runner.vllm_config):
             states = torch.zeros(size, dtype=speculator.dtype, device=runner.device)
         self.by_token = ByToken(states, (block_size,))
         self.by_slot = self.by_token.contents.flatten(0, 1)  # [slots, H], the same memory
@@ -59,26 +59,26 @@ class HiddenStates:
         self.by_slot[slots] = self._model.combine_hidden_states(states)
 
 
-def _memory_of_kv_caches(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
+def _memory_of_draft_states(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
     """Within it, what is allocated is dropped where vLLM's KV cache is, while an engine sleeps, and is not copied."""
     if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):
         return nullcontext()
     return get_mem_allocator_instance().use_memory_pool(tag="kv_cache")
 
 
-def _layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:
+def _draft_head_layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:
     """A layer of the head, and its KV cache group: states lie by the slots of this one."""
     layer = min(speculator.draft_attn_layer_names)
     (number,) = (number for number, group in enumerate(groups) if layer in group.layer_names)
     return layer, number
 
 
-def leave_room(runner: GPUModelRunner, num_bytes: int) -> int:
+def leave_room_for_drafts(runner: GPUModelRunner, num_bytes: int) -> int:
     """Of so many bytes those for vLLM's KV cache: of as many blocks as fit in with the states of their tokens."""
     speculator = runner.speculator
     if not isinstance(speculator, EagleSpeculator):
         return num_bytes
     groups, of_kv = planned_vllm_kv_cache(runner.vllm_config, runner.get_kv_cache_spec())
-    _, number = _layer_of(speculator, groups)
+    _, number = _draft_head_layer_of(speculator, groups)
     of_states = groups[number].kv_cache_spec.block_size * speculator.hidden_size * speculator.dtype.itemsize
     return num_bytes // (of_kv + of_states) * of_kv

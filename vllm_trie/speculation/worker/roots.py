@@ -18,7 +18,7 @@ from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 
 
-class Roots(NamedTuple):
+class ForestRoots(NamedTuple):
     """What forests grow from: the rows of one group, b of them, on the host."""
 
     tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 blocks, as far as the newest token's
@@ -28,7 +28,7 @@ class Roots(NamedTuple):
     end: int  # tokens that each row holds, the newest not computed
 
 
-def roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[Roots]:
+def forest_roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[ForestRoots]:
     """Those of some groups. Waits for the device, unless the host knows all of them.
 
     Args:
@@ -36,25 +36,25 @@ def roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> 
         groups: Which.
         firsts: For each, the place of the first token that is to be known.
     """
-    known = [_known(rows, *of_group) for of_group in zip(groups, firsts, strict=True)]
+    known = [_known_forest_roots(rows, *of_group) for of_group in zip(groups, firsts, strict=True)]
     asked = [place for place, roots in enumerate(known) if roots is None]
     if asked:
-        found = iter(_read(rows, [groups[place] for place in asked], [firsts[place] for place in asked]))
+        found = iter(_read_forest_roots(rows, [groups[place] for place in asked], [firsts[place] for place in asked]))
     return [next(found) if roots is None else roots for roots in known]
 
 
-def after_path(path: AcceptedPath, newest: Step[np.ndarray]) -> Roots | None:
+def forest_roots_after_path(path: AcceptedPath, newest: Step[np.ndarray]) -> ForestRoots | None:
     """Those of a group that goes on from a path with all its rows; None if it does with one."""
     if len(newest.scores) < len(path.slots):
         return None
     compete_by = newest.scores if newest.rank_scores is None else newest.rank_scores.beams
     end = path.num_tokens + path.tokens.shape[1]
-    return Roots(path.tables, path.tokens.astype(np.int32), newest.scores, compete_by, end)
+    return ForestRoots(path.tables, path.tokens.astype(np.int32), newest.scores, compete_by, end)
 
 
-def _known(rows: Rows, group: GroupRows, first: int) -> Roots | None:
+def _known_forest_roots(rows: Rows, group: GroupRows, first: int) -> ForestRoots | None:
     """What the host knows of a group, from place `first` on, if that is all of it."""
-    roots: Roots | None = group.roots
+    roots: ForestRoots | None = group.roots
     start = rows.num_computed(group)
     if roots is None or roots.end != start + 1 or first < roots.end - roots.tokens.shape[1]:
         return None
@@ -64,7 +64,7 @@ def _known(rows: Rows, group: GroupRows, first: int) -> Roots | None:
     return roots._replace(tokens=roots.tokens[:, first - roots.end :])
 
 
-def _read(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[Roots]:
+def _read_forest_roots(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[ForestRoots]:
     """By one copy, for which the host waits."""
     tables, starts = rows.block_tables, np.array([rows.num_computed(group) for group in groups])
     columns = [starts // block_size for block_size in tables.block_sizes]  # of the newest tokens, by KV cache group
@@ -78,11 +78,11 @@ def _read(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> lis
     words = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     *on_host, of_scores = np.split(words, np.cumsum([part.numel() for part in parts[: len(held) + 1]]))
     *of_tables, tokens = (part.reshape(len(slots), -1) for part in on_host)
-    found, row, of_group = list[Roots](), 0, of_scores.view(np.float32)
+    found, row, of_group = list[ForestRoots](), 0, of_scores.view(np.float32)
     for number, (count, width) in enumerate(zip(counts.tolist(), widths, strict=True)):
         own, end = slice(row, row + width), int(starts[number]) + 1
         blocks = [table[own, : last[number] + 1] for table, last in zip(of_tables, columns, strict=True)]
         newest, of_rows = tokens[own, tokens.shape[1] - count :], of_group[: 2 * width].reshape(2, width)
-        found.append(Roots(blocks, newest, of_rows[0], of_rows[1], end))
+        found.append(ForestRoots(blocks, newest, of_rows[0], of_rows[1], end))
         row, of_group = row + width, of_group[2 * width :]
     return found

@@ -10,41 +10,43 @@ import torch
 
 from vllm_trie.search.devices import sees
 from vllm_trie.search.step_result import Step, unpacked
-from vllm_trie.speculation.search.forest import grow
-from vllm_trie.speculation.worker.best_drafts import best_drafts
-from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.speculation.search.forest import draft_forest_layer
+from vllm_trie.speculation.worker.best_drafts import best_drafts_of_layer
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
 from vllm_trie.speculation.worker.forest_step import ForestStep, Found
-from vllm_trie.speculation.worker.forest_walk import Walk, walks_of
+from vllm_trie.speculation.worker.forest_walk import VerifyingWalk, verifying_walks_of
 
 DEAD = np.float32(-np.inf)
 
 
 @dataclass(slots=True)
-class SearchedForest(ForestStep):
+class SearchedForestStep(ForestStep):
     """The forest of a beam search."""
 
     @classmethod
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`. The host sees the device; elsewhere such forests grow as `unseen_forests` says."""
         forest_steps = [forest_step for forest_step, _ in growing]
-        best = best_drafts(forest_steps, logits, [rows for _, rows in growing], number)
+        best = best_drafts_of_layer(forest_steps, logits, [rows for _, rows in growing], number)
         for forest_step, of_group in zip(forest_steps, best, strict=True):
             forest, budget = forest_step.forest, forest_step.budget
             forest.open(forest_step.num_open(number))
-            forest_step.layer = grow(forest, forest_step.layer, of_group, forest_step.num_beams, budget.draft_width)
+            forest_step.layer = draft_forest_layer(
+                forest, forest_step.layer, of_group, forest_step.num_beams, budget.draft_width
+            )
 
     @classmethod
-    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[Found]:
         """See `ForestStep`. Waits for the device once, for all groups together, and in each step for stop strings."""
-        walks = walks_of(nodes)
-        found = dict[Nodes, Found]()
-        for walk, steps in zip(walks, _on_host(walks), strict=True):
+        walks = verifying_walks_of(nodes)
+        found = dict[VerifiedForestNodes, Found]()
+        for walk, steps in zip(walks, _searched_forests_on_host(walks), strict=True):
             for place, (of_group, of_steps) in enumerate(zip(walk.nodes, steps, strict=True)):
-                assert isinstance(of_group.forest_step, SearchedForest)
+                assert isinstance(of_group.forest_step, SearchedForestStep)
                 found[of_group] = of_group.forest_step.follow(walk, place, of_steps)
         return [found[of_group] for of_group in nodes]
 
-    def follow(self, walk: Walk, place: int, taken: Iterable[Step[np.ndarray]]) -> Found:
+    def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[Step[np.ndarray]]) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
         A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on
@@ -70,7 +72,7 @@ class SearchedForest(ForestStep):
         return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
 
 
-def _on_host(walks: Sequence[Walk]) -> list[list[Iterable[Step[np.ndarray]]]]:
+def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[Step[np.ndarray]]]]:
     """By walk and group: its steps, all of them by one copy; or one after the other, where there is nothing to copy."""
     device = walks[0].device
     if sees(device):

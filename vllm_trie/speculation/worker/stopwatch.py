@@ -7,7 +7,7 @@ import time
 import torch
 
 
-class Stopwatch:
+class DraftStopwatch:
     """Measures from now on until it is stopped; on a GPU between these moments of its stream.
 
     Args:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class TableEntries(NamedTuple):
+class DraftTableEntries(NamedTuple):
     """Those of one group's rows, in the block table of one KV cache group; n of them."""
 
     slots: np.ndarray  # [rows]
@@ -20,7 +20,7 @@ class TableEntries(NamedTuple):
     @classmethod
     def of(
         cls, slots: np.ndarray, number: int, table: np.ndarray, first: int = 0, known: np.ndarray | None = None
-    ) -> TableEntries:
+    ) -> DraftTableEntries:
         """What is to be written of a table.
 
         Args:
@@ -38,7 +38,7 @@ class TableEntries(NamedTuple):
         return cls(slots, number, num_blocks, np.stack([slots[rows], columns]), table[rows, columns])
 
 
-def side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def draft_tables_side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The rows of all arrays [rows, columns], as wide as the widest, with zeros behind the others."""
     width = max(array.shape[1] for array in arrays)
     return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays])

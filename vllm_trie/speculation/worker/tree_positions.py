@@ -13,7 +13,7 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker.rows.group_rows import BatchRows
 
 
-class TreePositions(NamedTuple):
+class DraftTreePositions(NamedTuple):
     """The positions of nodes, which lie one after the other, but follow their parents; on the device."""
 
     at: torch.Tensor  # [nodes] int64, which tokens of the batch they are
@@ -33,7 +33,7 @@ class TreePositions(NamedTuple):
         positions[..., self.at] = of_nodes.to(positions.dtype)
 
 
-def tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> TreePositions:
+def draft_tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> DraftTreePositions:
     """Those of forests that the host has made; one at least."""
     at, positions, slots = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for forest_step in forests:
@@ -43,4 +43,4 @@ def tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> TreePositi
         positions.append(forest_step.start + np.array(forest.depths))
     of_nodes = np.stack([np.concatenate(at), np.concatenate(positions)])
     on_device = async_tensor_h2d(of_nodes, device=rows.batch.positions.device, dtype=torch.int64)
-    return TreePositions(on_device[0], on_device[1], np.concatenate(slots))
+    return DraftTreePositions(on_device[0], on_device[1], np.concatenate(slots))

@@ -14,14 +14,14 @@ from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.search.devices import uploaded_together
 from vllm_trie.speculation.worker.forest_path import AcceptedPath
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.grown_forests import GrownForests, grown_together
-from vllm_trie.speculation.worker.hidden_states import HiddenStates
-from vllm_trie.speculation.worker.table_entries import TableEntries, side_by_side
+from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
+from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates
+from vllm_trie.speculation.worker.table_entries import DraftTableEntries, draft_tables_side_by_side
 from vllm_trie.worker.kv.moves import move_kv
 from vllm_trie.worker.rows.rows import Rows
 
 
-class TreeRows:
+class DraftTreeRows:
     """The trees in the rows of one runner, which may hold more drafts than vLLM's own.
 
     Args:
@@ -36,7 +36,9 @@ class TreeRows:
         # [slots, drafts] int64, of which vLLM's own are the first ones, where it looks for them.
         self.drafts = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
         states.draft_tokens = self.drafts[:, :num_drafts]
-        self.hidden_states: HiddenStates | None = None  # what a head goes on from, once there is a KV cache beside them
+        self.hidden_states: DraftHiddenStates | None = (
+            None  # what a head goes on from, once there is a KV cache beside them
+        )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -61,7 +63,7 @@ class TreeRows:
         move_kv(kv.kv_blocks, kv.kv_slots, copies, [*enumerate(moves)])
         slots, sources = (np.concatenate(of_groups) for of_groups in zip(*(path[:2] for path in paths), strict=True))
         entries = [entry for path in paths for entry in path.entries]
-        rows = [slots, sources, places, side_by_side([path.tokens for path in paths])]
+        rows = [slots, sources, places, draft_tables_side_by_side([path.tokens for path in paths])]
         to, source, at, tokens = self._upload_with_blocks(rows, entries)
         history = slice(min(path.num_prompt for path in paths), max(path.num_tokens for path in paths))
         tokens_of_rows = self._rows.all_tokens
@@ -71,13 +73,13 @@ class TreeRows:
             self._rows.take_over_controls(to[:num_controlled], source[:num_controlled])
 
     def _upload_with_blocks(
-        self, arrays: Sequence[np.ndarray], entries: Sequence[TableEntries]
+        self, arrays: Sequence[np.ndarray], entries: Sequence[DraftTableEntries]
     ) -> Sequence[torch.Tensor]:
         """Arrays on the device, and by the same copy entries of block tables, which are written."""
         tables = self._runner.block_tables
         for slots, number, num_blocks, *_ in entries:
             tables.num_blocks.np[number, slots] = num_blocks
-        by_number = defaultdict[int, list[TableEntries]](list)
+        by_number = defaultdict[int, list[DraftTableEntries]](list)
         for entry in entries:
             if len(entry.blocks):
                 by_number[entry.number].append(entry)
@@ -96,7 +98,7 @@ class TreeRows:
         """
         self._runner.req_states.apply_staged_writes()
         self._runner.block_tables.apply_staged_writes()
-        if (grown := grown_together(forest_steps)) is not None:
+        if (grown := forests_grown_together(forest_steps)) is not None:
             self._write_blocks(grown)
         if made := [forest_step for forest_step in forest_steps if forest_step.grown is None]:
             self._write_made(made)
@@ -111,9 +113,11 @@ class TreeRows:
     def _write_made(self, forest_steps: Sequence[ForestStep]) -> None:
         states = self._runner.req_states
         slots = np.concatenate([forest_step.group.slots for forest_step in forest_steps])
-        trees = side_by_side([np.array([tokens]) for one in forest_steps for tokens in one.forest.tokens_of_rows()])
+        trees = draft_tables_side_by_side(
+            [np.array([tokens]) for one in forest_steps for tokens in one.forest.tokens_of_rows()]
+        )
         entries = [
-            TableEntries.of(forest_step.group.slots, number, table, column + 1)
+            DraftTableEntries.of(forest_step.group.slots, number, table, column + 1)
             for forest_step in forest_steps
             for number, (table, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True))
         ]

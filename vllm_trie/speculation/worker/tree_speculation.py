@@ -18,18 +18,18 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_trie.messages import DecidedMessage
 from vllm_trie.speculation.worker import draft_warm_up
 from vllm_trie.speculation.worker.draft import Drafter, Forests
-from vllm_trie.speculation.worker.draft_by_head import HeadDrafts
-from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafts
-from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
-from vllm_trie.speculation.worker.draft_memory import take_widest_move
-from vllm_trie.speculation.worker.draft_model import draft_logits
-from vllm_trie.speculation.worker.grown_forests import grown_together
-from vllm_trie.speculation.worker.hidden_states import HiddenStates, leave_room
+from vllm_trie.speculation.worker.draft_by_head import HeadDrafter
+from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafter
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
+from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
+from vllm_trie.speculation.worker.draft_model import draft_model_logits
+from vllm_trie.speculation.worker.grown_forests import forests_grown_together
+from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates, leave_room_for_drafts
 from vllm_trie.speculation.worker.kernels import drafts, forest_growth, forest_layout
-from vllm_trie.speculation.worker.stopwatch import Stopwatch
-from vllm_trie.speculation.worker.tree_positions import TreePositions, tree_positions
-from vllm_trie.speculation.worker.tree_rows import TreeRows
-from vllm_trie.speculation.worker.verify import verify
+from vllm_trie.speculation.worker.stopwatch import DraftStopwatch
+from vllm_trie.speculation.worker.tree_positions import DraftTreePositions, draft_tree_positions
+from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
+from vllm_trie.speculation.worker.verify import verify_forests
 from vllm_trie.worker.attention.tree_layers import attention_takes_trees
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv import copies
@@ -44,7 +44,7 @@ from vllm_trie.worker.step_context import RunnerStepContext
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
 
-DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
+DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafter, "ngram_gpu": LookupDrafter, "eagle3": HeadDrafter}
 
 
 class TreeSpeculation(RunnerSpeculation):
@@ -55,14 +55,14 @@ class TreeSpeculation(RunnerSpeculation):
     """
 
     drafter: Drafter
-    rows: TreeRows
-    _drafting: Stopwatch  # of this step's
+    rows: DraftTreeRows
+    _drafting: DraftStopwatch  # of this step's
 
     def __init__(self, runner: BeamModelRunner) -> None:
         self._runner = runner
         self.takes_trees = True
         self._forests: Forests = {}  # of this step
-        self._positions: TreePositions | None = None  # of the nodes of those that the host has made
+        self._positions: DraftTreePositions | None = None  # of the nodes of those that the host has made
         if isinstance(runner.speculator, DraftModelSpeculator):
             runner.speculator.load_draft_model = partial(self._load_draft_model, runner.speculator.load_draft_model)
 
@@ -79,8 +79,8 @@ class TreeSpeculation(RunnerSpeculation):
     def attach(self) -> None:
         """See `RunnerSpeculation`."""
         runner = self._runner
-        self.rows = TreeRows(runner, runner.rows)
-        kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafts)
+        self.rows = DraftTreeRows(runner, runner.rows)
+        kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafter)
         self.drafter = kind(runner, runner.selector, self.rows, runner.rank_check)
         runner.speculator.propose = partial(self._propose_for_others, runner.speculator.propose)
         if (rope := row_rope_state(runner)) is not None:
@@ -88,39 +88,39 @@ class TreeSpeculation(RunnerSpeculation):
 
     def take_memory(self) -> None:
         """See `RunnerSpeculation`."""
-        take_widest_move(self._runner)
+        take_widest_draft_move(self._runner)
 
     def leave_room(self, num_bytes: int) -> int:
         """See `RunnerSpeculation`."""
-        return leave_room(self._runner, num_bytes)
+        return leave_room_for_drafts(self._runner, num_bytes)
 
     def begin(self) -> None:
         """See `RunnerSpeculation`."""
         self.takes_trees = attention_takes_trees(self._runner)
         if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
-            self.rows.hidden_states = self._runner.rows.beside = HiddenStates(self._runner)
+            self.rows.hidden_states = self._runner.rows.beside = DraftHiddenStates(self._runner)
 
     def warm_up(self, serving: KernelVariants) -> None:
         """See `RunnerSpeculation`."""
         if not self.takes_trees:
             return
-        serving = serving._replace(draft_logits=tuple(draft_logits(self._runner)))
+        serving = serving._replace(draft_logits=tuple(draft_model_logits(self._runner)))
         drafts.warm_up_draft_kernels(serving)
         forest_growth.warm_up_growth_kernels(serving)
-        forest_layout.warm_up_layout_kernel(serving)
+        forest_layout.warm_up_forest_kernel(serving)
         if (segments := self._runner.rows.kv_slots.segments) is not None:
             copies.warm_up_kv_moves(segments)
 
     def warm_up_stock(self) -> None:
         """See `RunnerSpeculation`."""
-        draft_warm_up.warm_up(self._runner, self.rows.drafts if self.takes_trees else None)
+        draft_warm_up.warm_up_draft_inputs(self._runner, self.rows.drafts if self.takes_trees else None)
 
     def propose(self, step: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
         """See `RunnerSpeculation`."""
         self._forests, self._positions, step.cannot_draft = {}, None, not self.takes_trees
         if step.speculating and self.takes_trees:
             self._runner.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
-            self._drafting = Stopwatch(self._runner.device)
+            self._drafting = DraftStopwatch(self._runner.device)
             with gpu_sync_allowed():
                 self._forests = self.drafter.draft(step, groups, output)
             self._drafting.stop()
@@ -133,10 +133,10 @@ class TreeSpeculation(RunnerSpeculation):
     def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
         """See `RunnerSpeculation`."""
         rows = BatchRows(batch, self._runner.max_num_reqs)
-        if (grown := grown_together(self._forests.values())) is not None:
+        if (grown := forests_grown_together(self._forests.values())) is not None:
             grown.place(rows, slot_mappings)
         if made := [forest_step for forest_step in self._forests.values() if forest_step.grown is None]:
-            self._positions = tree_positions(made, rows)
+            self._positions = draft_tree_positions(made, rows)
             self._positions.write(batch.positions)
 
     def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
@@ -154,11 +154,11 @@ class TreeSpeculation(RunnerSpeculation):
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
     ) -> dict[str, DecidedMessage]:
         """See `RunnerSpeculation`."""
-        if (grown := grown_together(self._forests.values())) is not None:
+        if (grown := forests_grown_together(self._forests.values())) is not None:
             grown.read()
             self.drafter.compare({key: one for key, one in self._forests.items() if one.grown is not None})
         seconds = self._drafting.seconds()
-        paths, decided = verify(self._runner.selector, self._forests, seconds, rows, logits, num_sampled)
+        paths, decided = verify_forests(self._runner.selector, self._forests, seconds, rows, logits, num_sampled)
         self.rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
         return decided
 
@@ -166,7 +166,7 @@ class TreeSpeculation(RunnerSpeculation):
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         runner, step, groups = self._runner, self._runner.step, self._runner.groups
         left_out = [*step.decoding, *contrasting_selections(step.steps)]
-        if isinstance(self.drafter, HeadDrafts) and self.takes_trees:
+        if isinstance(self.drafter, HeadDrafter) and self.takes_trees:
             beginning = [groups[group_id] for group_id in step.steps if group_id not in left_out]
             with gpu_sync_allowed():
                 self.drafter.add_first_rows(beginning, BatchRows(input_batch, runner.max_num_reqs))

@@ -15,18 +15,18 @@ import torch
 from vllm_trie.search.beams import States
 from vllm_trie.search.devices import uploaded
 from vllm_trie.speculation.worker import forest_growth
-from vllm_trie.speculation.worker.best_drafts import rank
+from vllm_trie.speculation.worker.best_drafts import rank_drafts_after_nodes
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
-from vllm_trie.speculation.worker.forest_growth import ForestPlan, layer_of, plans_of
-from vllm_trie.speculation.worker.forest_layout import layout_of
-from vllm_trie.speculation.worker.forest_step import ForestStep, followed
-from vllm_trie.speculation.worker.grown_forests import GrownForests, new_blocks_of
+from vllm_trie.speculation.worker.forest_growth import ForestGrowthPlan, forest_growth_layer, forest_growth_plans
+from vllm_trie.speculation.worker.forest_layout import forest_layout_of
+from vllm_trie.speculation.worker.forest_step import ForestStep, followed_forest_states
+from vllm_trie.speculation.worker.grown_forests import GrownForests, new_blocks_of_forests
 from vllm_trie.speculation.worker.kernels.forest_growth import ForestGrowthKernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
 
 
-class UnseenForests:
+class DeviceForests:
     """Such forests of one step, which have nothing but roots yet.
 
     Args:
@@ -39,20 +39,23 @@ class UnseenForests:
         self.num_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
         self._device, self._block_sizes = device, block_sizes
         # Those that still grow come first in each layer.
-        self._plans = plans = plans_of(sorted(forest_steps, key=lambda one: -one.budget.num_layers))
+        self._plans = plans = forest_growth_plans(sorted(forest_steps, key=lambda one: -one.budget.num_layers))
         last = plans[0].parts[-1]
         depths = np.zeros(last.first + last.size, np.int64)
         for plan in plans:
             for depth, part in enumerate(plan.parts):
                 depths[part.nodes] = plan.forest_step.start + depth
-        most = max(layer_of(plans, number).stop - layer_of(plans, number).start for number in range(self.num_layers))
+        most = max(
+            forest_growth_layer(plans, number).stop - forest_growth_layer(plans, number).start
+            for number in range(self.num_layers)
+        )
         self._starts = np.arange(most + 1, dtype=np.int32)
-        new_blocks = new_blocks_of(plans)
-        beside: list[np.ndarray] = [depths, self._starts, layout_of(plans), *new_blocks]
+        new_blocks = new_blocks_of_forests(plans)
+        beside: list[np.ndarray] = [depths, self._starts, forest_layout_of(plans), *new_blocks]
         self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.worker_runs_kernels_on(device) else None
         if self._kernels is not None:
             beside += self._kernels.arrays
-        self._growing, there = forest_growth.plant(plans, beside, device)
+        self._growing, there = forest_growth.plant_forests(plans, beside, device)
         self._positions, self._starts_there, self._layout, *there = there
         self._new_blocks, of_kernels = there[: len(new_blocks)], there[len(new_blocks) :]
         if self._kernels is not None:
@@ -77,24 +80,24 @@ class UnseenForests:
             if plan.place not in drafted:
                 before = plan.parts[number - 1]
                 nodes = slice(before.first - first, before.first - first + before.size)
-                forest_growth.draft(self._growing, plan, number, *self._best(plan, logits, nodes, number))
+                forest_growth.draft_growing_layer(self._growing, plan, number, *self._best(plan, logits, nodes, number))
             self._follow(plan, number)
         self._place(plans, number)
 
     def _best(
-        self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
+        self, plan: ForestGrowthPlan, logits: torch.Tensor, nodes: slice, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `best_drafts.rank`."""
+        """See `best_drafts.rank_drafts_after_nodes`."""
         if self._kernels is not None and (best := self._kernels.best(plan, logits, nodes, number)):
             return best
         own = logits[nodes]
         states = {key: state[:, state.shape[1] - len(own) :] for key, state in self._states[plan.place].items()}
-        return rank(plan.forest_step, own, states, number)
+        return rank_drafts_after_nodes(plan.forest_step, own, states, number)
 
     def inputs(self, number: int) -> DraftInputs:
         """What the draft model computes of the nodes of layer `number`, of groups that have one more."""
         plans, growing = self._active(number + 1), self._growing
-        nodes = layer_of(plans, number)
+        nodes = forest_growth_layer(plans, number)
         count, first = nodes.stop - nodes.start, nodes.start
         sharing, most_ends = [], np.zeros(count, np.int32)
         for plan in plans:
@@ -121,27 +124,29 @@ class UnseenForests:
             plan.forest_step.states = states
         return GrownForests(self._plans, self._growing, self._layout, self._new_blocks)
 
-    def _active(self, number: int) -> list[ForestPlan]:
+    def _active(self, number: int) -> list[ForestGrowthPlan]:
         """Those that have a layer `number`."""
         return [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
 
-    def _place(self, plans: Sequence[ForestPlan], number: int) -> None:
+    def _place(self, plans: Sequence[ForestGrowthPlan], number: int) -> None:
         if self._kernels is not None and self._kernels.place(self._growing, number, len(plans)):
             return
         for plan in plans:
-            forest_growth.place(self._growing, plan, number, self._block_sizes)
+            forest_growth.place_growing_layer(self._growing, plan, number, self._block_sizes)
 
-    def _follow(self, plan: ForestPlan, number: int) -> None:
+    def _follow(self, plan: ForestGrowthPlan, number: int) -> None:
         """Find the states of a layer's nodes; any for what is none."""
         if states := self._states[plan.place]:
             own, first = plan.parts[number].nodes, sum(part.size for part in plan.parts[: number - 1])
             parents = self._growing.parents[own].clamp(min=0).long() + first
-            self._states[plan.place] = followed(states, parents[None], self._growing.tokens[own].long()[None])
+            self._states[plan.place] = followed_forest_states(
+                states, parents[None], self._growing.tokens[own].long()[None]
+            )
 
     def _slots_before(self, number: int, table: int) -> torch.Tensor:
         """[T] int64 where, in a KV cache group, the parents of the nodes of layer `number` lie."""
         plans = self._active(number + 1)
         sizes = [plan.parts[number].size for plan in plans]
         firsts = np.repeat([plan.parts[number - 1].first for plan in plans], sizes)
-        parents = self._growing.parents[layer_of(plans, number)].clamp(min=0)
+        parents = self._growing.parents[forest_growth_layer(plans, number)].clamp(min=0)
         return self._growing.slots[table][uploaded(firsts, self._device) + parents]

@@ -11,16 +11,16 @@ import torch
 
 from vllm_trie.messages import DecidedMessage, DraftedMessage
 from vllm_trie.speculation.search.forest import Forest
-from vllm_trie.speculation.worker.forest_nodes import Nodes
-from vllm_trie.speculation.worker.forest_path import AcceptedPath, accepted_path
+from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
+from vllm_trie.speculation.worker.forest_path import AcceptedPath, accepted_forest_path
 from vllm_trie.speculation.worker.forest_step import ForestStep, Found
-from vllm_trie.speculation.worker.roots import after_path
+from vllm_trie.speculation.worker.roots import forest_roots_after_path
 from vllm_trie.trie.traced import NO_DRAFT, DraftedForest
 from vllm_trie.worker.rows.group_rows import BatchRows
 from vllm_trie.worker.select.select import Selector
 
 
-def verify(
+def verify_forests(
     selector: Selector,
     forests: Mapping[str, ForestStep],
     seconds: float,
@@ -42,18 +42,24 @@ def verify(
     Returns:
         Where rows go on from, those under control first, and what was decided, by group.
     """
-    nodes = {group_id: Nodes(selector, rows, forest_step, logits) for group_id, forest_step in forests.items()}
-    found, paths, decided = _search([*nodes.values()]), list[AcceptedPath](), dict[str, DecidedMessage]()
+    nodes = {
+        group_id: VerifiedForestNodes(selector, rows, forest_step, logits) for group_id, forest_step in forests.items()
+    }
+    found, paths, decided = (
+        _search_verified_forests([*nodes.values()]),
+        list[AcceptedPath](),
+        dict[str, DecidedMessage](),
+    )
     for group_id, forest_step in forests.items():
         steps, beams, accepted = found[nodes[group_id]][:3]
-        paths.append(accepted_path(forest_step, steps, beams))
+        paths.append(accepted_forest_path(forest_step, steps, beams))
         group = forest_step.group
         *_, group.tokens, group.batch, group.place = found[nodes[group_id]]
-        group.roots = after_path(paths[-1], steps[-1])
+        group.roots = forest_roots_after_path(paths[-1], steps[-1])
         places = rows.places(group.slots)
         num_sampled[0, places], num_sampled[1, places] = len(steps), rows.num_logits(places) - len(steps)
         size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
-        traced = drafted_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
+        traced = verified_draft_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
         num_computed = int(rows.num_logits(places).sum()) - len(places)
         drafted = DraftedMessage(*size, seconds, accepted, traced, num_computed)
         decided[group_id] = DecidedMessage(steps, drafted)
@@ -61,16 +67,16 @@ def verify(
     return paths, decided
 
 
-def _search(nodes: Sequence[Nodes]) -> dict[Nodes, Found]:
+def _search_verified_forests(nodes: Sequence[VerifiedForestNodes]) -> dict[VerifiedForestNodes, Found]:
     """What came of all groups; those of a kind search together."""
-    by_kind = defaultdict[type[ForestStep], list[Nodes]](list)
+    by_kind = defaultdict[type[ForestStep], list[VerifiedForestNodes]](list)
     for of_group in nodes:
         by_kind[type(of_group.forest_step)].append(of_group)
     searched = [zip(of_kind, kind.search(of_kind), strict=True) for kind, of_kind in by_kind.items()]
     return dict(chain(*searched))
 
 
-def drafted_forest(forest: Forest, beams: list[list[int]]) -> DraftedForest:
+def verified_draft_forest(forest: Forest, beams: list[list[int]]) -> DraftedForest:
     """A forest as a trace shows it.
 
     Args:

@@ -1,7 +1,7 @@
 """vLLM's CPU attention backend, whose layers read shared blocks once where that pays.
 
-`use_cpu_attention_backend` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of its
-layers which rows share what; a builder that cannot use it, as one that cannot at all, leaves everything to vLLM.
+`use_cpu_attention_backend` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of
+its layers which rows share what; a builder that cannot use it, as one that cannot at all, leaves everything to vLLM.
 """
 
 from __future__ import annotations

@@ -16,7 +16,14 @@ import triton.language as tl
 from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.search.devices import numbers
 from vllm_trie.search.rank import SCORE_UNIT
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN, ForestPlan, Growing
+from vllm_trie.speculation.worker.forest_growth import (
+    NO_NODE,
+    NUM_DRAFTS,
+    NUM_NARROW,
+    NUM_TAKEN,
+    ForestGrowthPlan,
+    GrowingForests,
+)
 from vllm_trie.speculation.worker.kernels import drafts
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.best import KEYS_AT_A_TIME, SLOTS, warps_to_select
@@ -50,7 +57,7 @@ class ForestGrowthKernels:
         block_sizes: By KV cache group.
     """
 
-    def __init__(self, plans: Sequence[ForestPlan], block_sizes: Sequence[int]) -> None:
+    def __init__(self, plans: Sequence[ForestGrowthPlan], block_sizes: Sequence[int]) -> None:
         self._plans = plans
         self._is_ranked = [_is_drafted_by_kernels(plan) for plan in plans]
         num_layers, stops = len(plans[0].parts) - 1, list[int]()
@@ -67,7 +74,7 @@ class ForestGrowthKernels:
         self.arrays: list[np.ndarray] = [about, np.array(stops or [NO_NODE], np.int64), np.array(block_sizes, np.int32)]
         self.on_device: list[torch.Tensor] = []  # the same, once they are there
 
-    def draft(self, growing: Growing, logits: torch.Tensor, number: int) -> set[int]:
+    def draft(self, growing: GrowingForests, logits: torch.Tensor, number: int) -> set[int]:
         """Draft layer `number` of all forests whose tokens kernels can rank. Returns their places.
 
         Args:
@@ -87,9 +94,11 @@ class ForestGrowthKernels:
         return {plan.place for plan in ranked}
 
     def best(
-        self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
+        self, plan: ForestGrowthPlan, logits: torch.Tensor, nodes: slice, number: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `best_drafts.rank` finds, for a forest that is too wide for `draft`; None where torch must rank tokens.
+        """What `best_drafts.rank_drafts_after_nodes` finds, for a forest that is too wide for `draft`.
+
+        None where torch must rank tokens.
 
         Args:
             plan: The forest's.
@@ -104,8 +113,8 @@ class ForestGrowthKernels:
         keys = drafts.launch_best_drafts(logits, own, count, drafts.kept_by_draft_kernels(count))
         return drafts.decode_draft_kernel_keys(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
-    def place(self, growing: Growing, number: int, num_forests: int) -> bool:
-        """Do what `forest_growth.place` does, for layer `number` of the first `num_forests`; not if one is too wide."""
+    def place(self, growing: GrowingForests, number: int, num_forests: int) -> bool:
+        """See `forest_growth.place_growing_layer`: layer `number` of so many forests; not if one is too wide."""
         widest = max(map(_widest_in_growth_kernels, self._plans[:num_forests]))
         if widest > LANES[-1]:
             return False
@@ -115,13 +124,13 @@ class ForestGrowthKernels:
 
 
 def launch_draft_nodes(
-    growing: Growing,
+    growing: GrowingForests,
     ranked: tuple[torch.Tensor, int, int],
     about: torch.Tensor,
     stops: torch.Tensor,
     sizes: dict[str, int],
 ) -> None:
-    """Draft a layer of each forest, as `forest_growth.draft` does.
+    """Draft a layer of each forest, as `forest_growth.draft_growing_layer` does.
 
     Args:
         growing: Written.
@@ -141,8 +150,8 @@ def launch_draft_nodes(
     )
 
 
-def launch_place_nodes(growing: Growing, about: torch.Tensor, block_sizes: torch.Tensor, lanes: int) -> None:
-    """Do what `forest_growth.place` does for a layer of each forest; see `kernel_lanes_to_draft`."""
+def launch_place_nodes(growing: GrowingForests, about: torch.Tensor, block_sizes: torch.Tensor, lanes: int) -> None:
+    """Do what `forest_growth.place_growing_layer` does for a layer of each forest; see `kernel_lanes_to_draft`."""
     num_tables, num_rows, columns = growing.tables.shape
     _place_draft_nodes_kernel[len(about),](
         *(about, growing.parents, growing.rows, growing.ends, growing.masks, growing.masks.shape[1]),
@@ -155,12 +164,12 @@ def launch_place_nodes(growing: Growing, about: torch.Tensor, block_sizes: torch
     )
 
 
-def _is_drafted_by_kernels(plan: ForestPlan) -> bool:
+def _is_drafted_by_kernels(plan: ForestGrowthPlan) -> bool:
     """Whether kernels draft all layers of a forest."""
     return _is_plain_to_draft_kernels(plan) and _widest_in_growth_kernels(plan) <= SLOTS[-1]
 
 
-def _is_plain_to_draft_kernels(plan: ForestPlan) -> bool:
+def _is_plain_to_draft_kernels(plan: ForestGrowthPlan) -> bool:
     """Whether drafts compete by the draft model's log-probabilities alone, and few of them may end there."""
     forest_step = plan.forest_step
     return not forest_step.states and all(
@@ -168,12 +177,12 @@ def _is_plain_to_draft_kernels(plan: ForestPlan) -> bool:
     )
 
 
-def _widest_in_growth_kernels(plan: ForestPlan) -> int:
+def _widest_in_growth_kernels(plan: ForestGrowthPlan) -> int:
     """Nodes of a layer, or rows."""
     return max(plan.forest_step.num_beams, plan.forest_step.budget.draft_width)
 
 
-def _num_ranked_by_draft_kernels(plan: ForestPlan, number: int, vocab_size: int) -> int:
+def _num_ranked_by_draft_kernels(plan: ForestGrowthPlan, number: int, vocab_size: int) -> int:
     """How many tokens of each node must be ranked, those with which hypotheses end among them."""
     stops = plan.forest_step.rules[number - 1].stops.last_token_ids
     return min(plan.forest_step.budget.draft_width + len(stops), vocab_size)
@@ -270,7 +279,7 @@ def _place_draft_nodes_kernel(
     about, parents, rows, ends, masks, num_words, slots, num_nodes, counts, totals, num_totals, tables, num_rows,
     columns, reached, spare, num_forests, most_spare, block_sizes, num_tables, lanes: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """See `forest_growth.place`: a program per forest. Arguments are as `Growing` has them.
+    """See `forest_growth.place_growing_layer`: a program per forest. Arguments are as `GrowingForests` has them.
 
     Args:
         about: [forests, ABOUT], see `ForestGrowthKernels`.
@@ -329,7 +338,7 @@ def _place_draft_nodes_kernel(
         tl.store(slots + tl.full([], table, tl.int64) * num_nodes + first + node, slot, mask=is_node)
 
 
-def nothing_growing_in_kernels(device: torch.device) -> Growing:
+def nothing_growing_in_kernels(device: torch.device) -> GrowingForests:
     """Arrays of the kinds that kernels are compiled for, in which there is no node."""
 
     def zeros(kind: torch.dtype, *shape: int) -> torch.Tensor:
@@ -339,7 +348,7 @@ def nothing_growing_in_kernels(device: torch.device) -> Growing:
     of_nodes = zeros(ints, 2, 4), zeros(ints, 4), zeros(ints, 1, 1, 1), zeros(torch.float32, 1), zeros(ints, 1)
     of_tables = zeros(ints, 1, 1), zeros(ints, 1, 1, 1)
     of_rows = zeros(ints, 1), zeros(ints, 1, NUM_TAKEN + 1), *of_tables
-    return Growing(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
+    return GrowingForests(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
 
 
 def warm_up_growth_kernels(serving: KernelVariants) -> None:

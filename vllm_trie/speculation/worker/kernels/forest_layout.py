@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, Growing
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, GrowingForests
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, NUM_OF_FOREST, PARENT_UNIT, Laid, TargetInputs
 from vllm_trie.speculation.worker.kernels.forest_growth import nothing_growing_in_kernels
 from vllm_trie.worker.kernels import KernelVariants
@@ -21,8 +21,8 @@ NUM_WARPS = 2
 NONE, NO_KEY, UNIT, ABOUT = (tl.constexpr(n) for n in (NO_NODE, NO_CHILD, PARENT_UNIT, NUM_OF_FOREST))
 
 
-def launch_lay_out_forests(growing: Growing, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
-    """Lay out all forests, as `forest_layout.lay_out` does each; `layout`: see `forest_layout.layout_of`."""
+def launch_lay_out_forests(growing: GrowingForests, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
+    """Lay out all forests, as `forest_layout.lay_out_forest` does; `layout`: see `forest_layout.forest_layout_of`."""
     _lay_out_forest_nodes_kernel[len(layout),](
         *(layout, layout.shape[1], growing.parents, growing.tokens, growing.rows, growing.ends),
         *(growing.masks, growing.masks.shape[1], growing.slots, *growing.slots.shape),
@@ -46,7 +46,7 @@ def _lay_out_forest_nodes_kernel(
     batch_positions, batch_slots, slot_stride, tokens_at, logits_at, places, of_rows, of_ends, of_masks, keys, at,
     num_keys, lanes: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_lay_out_forests`: a program per forest. Arguments: see `Growing`, `TargetInputs`, `Laid`."""
+    """See `launch_lay_out_forests`: a program per forest. Arguments: see `GrowingForests`, `TargetInputs`, `Laid`."""
     group = tl.program_id(0).to(tl.int64)
     layout, keys, at = layout + group * num_columns, keys + group * num_keys, at + group * num_keys
     start, first_token = tl.load(layout), tl.load(layout + 1).to(tl.int64)
@@ -104,7 +104,7 @@ def _lay_out_forest_nodes_kernel(
             tl.store(at_slot, tl.zeros([lanes], tl.int64), mask=is_token)
 
 
-def warm_up_layout_kernel(serving: KernelVariants) -> None:
+def warm_up_forest_kernel(serving: KernelVariants) -> None:
     """Lay out a forest of one root."""
     if not serving.draft_logits:
         return
