@@ -28,6 +28,7 @@ from vllm_trie.search.step import take_step  # noqa: E402
 from vllm_trie.search.step_result import packed  # noqa: E402
 from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
+from vllm_trie.worker.kernels import KernelStepSizes  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
 from vllm_trie.worker.kv.reorder import KVReorder, kv_rows_of_groups, reorder_kv_rows  # noqa: E402
@@ -284,16 +285,14 @@ class DeviceStep:
         if self.rules.items is not None:
             beams = beams._replace(length=1)
         self.static_logits = logits
-        take, which = (
-            select_by_kernels(self.rules, beams, logits.shape[-1]),
-            torch.arange(slots.size, device=self.device),
-        )
+        take = select_by_kernels(self.rules, KernelStepSizes.of(beams, logits.shape[-1]))
+        which = torch.arange(slots.size, device=self.device)
         of_rows = KernelLogits.of(logits.flatten(0, 1), which, self.rules.stops)
         sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 
         def run() -> torch.Tensor:
             if take is not None:
-                step, words, _ = take(self.rules, of_rows, beams, which, sampled)
+                step, words, _ = take(of_rows, beams, which, sampled)
             else:
                 step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.launch_select_next))
                 words = packed(step)[0]

@@ -20,7 +20,7 @@ from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import slots
+from vllm_trie.worker.kernels import KernelStepSizes, slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
@@ -126,9 +126,9 @@ class Inputs:
     def take_by_kernels(self) -> Taken:
         """A step, as the runner takes it."""
         beams, logits = Beams(self.scores), KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
-        take = select_by_kernels(self.rules, beams, self.shape.vocab_size)
+        take = select_by_kernels(self.rules, KernelStepSizes.of(beams, self.shape.vocab_size))
         assert take is not None
-        return take(self.rules, logits, beams, self.places, self.sampled)
+        return take(logits, beams, self.places, self.sampled)
 
     def take_by_torch(self) -> torch.Tensor:
         """The scores of the next beams."""

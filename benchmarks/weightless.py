@@ -265,7 +265,7 @@ class WeightlessStep:
             group.beams = group.beams._replace(states=states)
         tables = [nowhere(self.num_slots, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
         rows.tables = Tables(tables, [*BLOCK_SIZES])
-        segments = Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
+        segments = Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 2, 1, 8)
         rows.kv_blocks = SimpleNamespace(segments=segments)
 
     def batch(self, num_tokens: np.ndarray) -> InputBatch:

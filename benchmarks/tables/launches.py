@@ -55,6 +55,7 @@ class Counted(NamedTuple):
     copies: int
     kernels: int
     waits: int
+    calls: int  # of Python functions of ours
     num_bytes: int = 0  # read and written by operations and kernels, but for those that reorder rows
     most_held: int = 0  # bytes, at a time, besides what was there before
 
@@ -73,6 +74,7 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
         num_ordinary: Ordinary rows ahead of each group.
         is_whole: All that happens where vLLM would sample, not the selection with its reorder alone.
     """
+    from benchmarks.call_counter import CallCounter
     from benchmarks.launch_counter import LaunchCounter
     from benchmarks.memory_counter import MemoryCounter
     from benchmarks.weightless import WeightlessStep, kernels_noted
@@ -88,11 +90,15 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
             take(np.full(num_groups, SECOND))
         kernels = sum(kernel.count for kernel in noted.values())
         num_bytes = counter.num_bytes + sum(kernel.num_bytes for kernel in noted.values())
-    return Counted(len(counter.operations), counter.copies, kernels, counter.waits, num_bytes, memory.most)
+        with LaunchCounter(), CallCounter() as calls:
+            take(np.full(num_groups, SECOND))
+    launched = len(counter.operations), counter.copies, kernels, counter.waits
+    return Counted(*launched, calls.num_calls, num_bytes, memory.most)
 
 
 def counted_forest(width: int, num_groups: int) -> Counted:
     """Count one step of groups that speculate with a draft model, without the forwards; all drafts are accepted."""
+    from benchmarks.call_counter import CallCounter
     from benchmarks.launch_counter import LaunchCounter
     from benchmarks.weightless import kernels_noted
     from benchmarks.weightless_forest import WeightlessForest
@@ -106,7 +112,9 @@ def counted_forest(width: int, num_groups: int) -> Counted:
         with LaunchCounter() as counter:
             groups.take()
         kernels = sum(kernel.count for kernel in noted.values())
-    return Counted(len(counter.operations), counter.copies, kernels, counter.waits)
+        with LaunchCounter(), CallCounter() as calls:
+            groups.take()
+    return Counted(len(counter.operations), counter.copies, kernels, counter.waits, calls.num_calls)
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -123,14 +131,14 @@ def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
         forest = counted_forest(width, num_groups)
         counts = forest.operations, forest.copies, forest.kernels, NOT_COUNTED, forest.launches, NOT_COUNTED
         of_memory = [NOT_COUNTED] * 3
-        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits, *of_memory)])
+        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits, forest.calls, *of_memory)])
     step = counted(*shape)
     alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
     waits = max(step.waits, alone.waits, beside.waits)
     counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, beside.launches, waits
     of_logits = width * num_groups * VOCAB_SIZE * LOGIT_BYTES
     of_memory = _megabytes(step.num_bytes), step.num_bytes / of_logits, _megabytes(step.most_held)
-    return Measured([(search, f"{width} x {num_groups}", *counts, *of_memory)])
+    return Measured([(search, f"{width} x {num_groups}", *counts, alone.calls, *of_memory)])
 
 
 def _megabytes(num_bytes: int) -> float:
@@ -142,7 +150,7 @@ TABLE = Table(
     "Launches of one step on a GPU, counted without one",
     (
         *("search", "beams x groups", "torch", "copies", "kernels", "in all", "step", "beside rows", "waits"),
-        *("MB", "x logits", "held"),
+        *("calls", "MB", "x logits", "held"),
     ),
     cells,
     measure,
@@ -152,7 +160,8 @@ TABLE = Table(
     "left out, also what pins memory; copies between host and device; kernels of ours; in all: of the selection, "
     "with its reorder; step: all that happens where vLLM would sample, without vLLM's own sampling of ordinary "
     "rows, and its processing of logits; beside rows: the same with an ordinary row ahead of each group; what is "
-    "uploaded once, in a first step, is not counted; waits of the host for the device, in any of these; a group "
+    "uploaded once, in a first step, is not counted; waits of the host for the device, in any of these; calls: of "
+    "Python functions of ours in such a step, the third, comprehensions among them; a group "
     f"that speculates drafts {DEPTH} layers with a draft model, which the host reads once the target's forward is "
     "launched, takes as many steps and one more, and accepts all drafts: its step is counted, without the forwards of "
     "the models and what attention makes ready for them, after another such step; MB of device memory that the "

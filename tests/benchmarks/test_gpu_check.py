@@ -83,8 +83,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
 
 
-def _other_tokens(*args: Any, take_step: Any = best.take_step_by_kernels) -> Any:
-    taken = take_step(*args)
+def _other_tokens(*args: Any, take: Any = best.KernelBestStep.__call__) -> Any:
+    taken = take(*args)
     taken.words[:, taken.layout.ints[0]] += 1
     return taken
 
@@ -92,7 +92,7 @@ def _other_tokens(*args: Any, take_step: Any = best.take_step_by_kernels) -> Any
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "says"),
     [
-        (best, "take_step_by_kernels", _other_tokens, "beams"),
+        (best.KernelBestStep, "__call__", _other_tokens, "beams"),
         (copies, "launch_kv_reorder", lambda *_: None, "reordered"),
     ],
 )
@@ -126,7 +126,7 @@ def test_flash_attention_is_checked_beside_ours(monkeypatch: pytest.MonkeyPatch,
     calls = Calls(flash_attn_varlen_func, gpu_attention.merge_in_torch)
     monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls)
     assert checked(capsys, "--only", "attention", "--fa3", "library")[0] == 0
-    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls._replace(merge=lambda *_: None))
+    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls._replace(merge=lambda merged, *_: merged.fill_(torch.nan)))
     code, out = checked(capsys, "--only", "attention", "--fa3", "library")
     assert code == 1
     assert "once (plain) differs from torch" in out

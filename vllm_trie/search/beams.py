@@ -99,7 +99,10 @@ class Beams(NamedTuple):
     @property
     def sparse(self) -> Constraint | None:
         """The constraint that lists what rows may take, if one does."""
-        return next((key for key in self.states if key.is_sparse), None)
+        for key in self.states:
+            if key.is_sparse:
+                return key
+        return None
 
     def boosts(self, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor | None:
         """See `Constraint.boosts`; those of all constraints together."""

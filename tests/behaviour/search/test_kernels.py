@@ -13,10 +13,9 @@ from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
-from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Taken
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels import best, in_groups, items
+from vllm_trie.worker.kernels import TakeStep, best, in_groups, items
 from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
@@ -26,16 +25,16 @@ WIDTHS = (3, 2)
 FEW_TOKENS = 3
 
 
-def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
-    """Let kernels do the work. Returns the rules of the steps that they take from then on."""
-    taken = list[SelectRules]()
-    for module in (best, in_groups, items):
+def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[type[TakeStep]]:
+    """Let kernels do the work. Returns the kinds of the steps that they take from then on."""
+    taken = list[type[TakeStep]]()
+    for kind in (best.KernelBestStep, in_groups.KernelStepInGroups, items.KernelStepAlongItems):
 
-        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step_by_kernels) -> Taken:
-            taken.append(rules)
-            return take_step(rules, *args)
+        def noted(step: TakeStep, *args: Any, take: Any = kind.__call__) -> Taken:
+            taken.append(type(step))
+            return take(step, *args)
 
-        monkeypatch.setattr(module, "take_step_by_kernels", noted)
+        monkeypatch.setattr(kind, "__call__", noted)
     monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
     return taken
 

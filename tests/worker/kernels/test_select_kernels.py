@@ -14,7 +14,7 @@ from vllm_trie.search.rules import Means
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.worker.kernels import slots, wide, wide_slots
+from vllm_trie.worker.kernels import KernelStepSizes, slots, wide, wide_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEAD = float("-inf")
@@ -70,8 +70,8 @@ def test_kernels_for_many_beams_select_as_torch(
         patch.setattr(wide, "PART", 4)
         patch.setattr(wide_slots, "SLOTS_AT_A_TIME", 2)
         patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
-        of_groups = rules_of(width), both.to(DEVICE), (num_rows, vocab_size)
-        taken = wide.launch_select_wide(*of_groups, places, places[:, None].clone())
+        step = wide.KernelWideStep(rules_of(width), KernelStepSizes(num_rows, vocab_size))
+        taken = step.select(both.to(DEVICE), places, places[:, None].clone())
     expected = select_next(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
     assert torch.equal(taken.going.scores.cpu(), expected.scores)

@@ -28,7 +28,7 @@ from vllm_trie.search.step_result import Going, Step, Taken, TokenLogprobs, pack
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import columns
-from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
+from vllm_trie.worker.kernels import KernelStepSizes, best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.by_kernels import select_by_kernels
 
@@ -59,9 +59,9 @@ class Problem:
 
     def by_kernels(self) -> tuple[Taken, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
-        take = select_by_kernels(self.rules, self.beams, self.shape[2])
+        take = select_by_kernels(self.rules, KernelStepSizes.of(self.beams, self.shape[2]))
         assert take is not None
-        return take(self.rules, self.logits, self.beams, self.places, sampled), sampled
+        return take(self.logits, self.beams, self.places, sampled), sampled
 
     def by_torch(self) -> Step:
         return take_step(self.rules, self.of_rows(), self.beams)
@@ -69,7 +69,8 @@ class Problem:
     def by_torch_of_the_same_sums(self) -> Step:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
         logits = self.logits._replace(temperature=self.rules.filters.temperature)
-        ranked = tiles.launch_rank_rows(logits, tiles.launch_tile_maxima(logits), self.scores, 1, tiles.Wanted(1, 1))
+        rank_rows = tiles.KernelRowRanking(tiles.Wanted(1, 1), self.shape[2])
+        ranked = rank_rows(logits, tiles.launch_tile_maxima(logits), self.scores, 1)
         highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
@@ -201,7 +202,7 @@ def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> 
 
 def is_wide(rules: SelectRules) -> bool:
     """Whether kernels for many beams take steps by these rules."""
-    return wide.can_take_by_kernels(rules, Beams(torch.zeros(1, 1)), 3)
+    return wide.can_take_by_kernels(rules, KernelStepSizes(1, 3))
 
 
 @contextmanager
@@ -314,9 +315,10 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         states.zero_()
         problem.scores[1, 1:] = NEVER
     beams = Beams(problem.scores, states={along: states})
-    assert items.can_take_by_kernels(rules, beams, 70)
+    sizes = KernelStepSizes.of(beams, 70)
+    assert items.can_take_by_kernels(rules, sizes)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
-    taken = items.take_step_by_kernels(rules, problem.logits, beams, problem.places, sampled)
+    taken = items.KernelStepAlongItems(rules, sizes)(problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
     lives = theirs.scores > NEVER
     assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
@@ -384,7 +386,8 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         problem = Problem(rules, 1, 3, 70, seed=length)
         sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
         beams = beams._replace(length=length)
-        taken = items.take_step_by_kernels(rules, problem.logits, beams, problem.places, sampled)
+        take = items.KernelStepAlongItems(rules, KernelStepSizes.of(beams, 70))
+        taken = take(problem.logits, beams, problem.places, sampled)
         theirs = take_step(rules, problem.of_rows(), beams)
         lives = theirs.scores > NEVER
         assert torch.equal(taken.going.parents, theirs.parents)

@@ -28,9 +28,11 @@ from vllm_trie.search.step import PLAIN
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
+from vllm_trie.worker.select.by_kernels import select_by_kernels
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
 from vllm_trie.worker.speculation import RunnerSpeculation
 
@@ -52,7 +54,7 @@ class Counted(TakenAgain):
 
 
 @pytest.fixture(autouse=True)
-def by_kernels() -> Iterator[None]:
+def on_kernels() -> Iterator[None]:
     with kernels_on(DEVICE):
         yield
 
@@ -128,7 +130,7 @@ def test_rows_lie_as_far_apart_as_they_did() -> None:
     values, which = torch.rand(5, 320, device=DEVICE).bfloat16()[:, :303], torch.tensor([4, 1], device=DEVICE)
     rules, beams = rules_of("plain", 2, ""), Beams(torch.zeros(1, 2, device=DEVICE))
 
-    def take(rules: SelectRules, logits: KernelLogits, beams: Beams, *_: Any) -> Taken:
+    def take(logits: KernelLogits, beams: Beams, *_: Any) -> Taken:
         seen.append(logits)
         going = Going(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
         return Taken(going, logits.values[:, :3].int(), Layout([], [], None, False))
@@ -254,12 +256,12 @@ def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
     """It is there when the graph is captured, too, however long ago the step came first."""
     step, captures = step_with_graphs(Shape("many stop tokens", 4))
     step.select()
+    classes = ref(step.rules.stops.classes(step.logits.shape[-1], step.logits.device))
     token_tables.classes.cache_clear()
     step.restore()
     step.select()
     assert captures.count == 1
-    classes = ref(step.rules.stops.classes(step.logits.shape[-1], step.logits.device))
-    token_tables.classes.cache_clear()
+    step.selector.forget()
     assert classes() is not None
     step.selector.graphs = None
     assert classes() is None
@@ -272,7 +274,10 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
         rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
     ) -> bool:
         logits = KernelLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
-        return graphs.hold(rules, means, logits, Beams(torch.zeros(1, 1), **beams))
+        own = Beams(torch.zeros(1, 1), **beams)
+        return graphs.hold(
+            rules, means, logits, own, select_by_kernels(rules, KernelStepSizes.of(own, vocab_size)) is not None
+        )
 
     assert hold()
     assert hold(num_rows=256)
@@ -281,7 +286,7 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
         assert hold(rules, num_rows=most, vocab_size=1 << 18)
         assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
     for values in (torch.empty(1, 300).half(), torch.empty(300, 2, dtype=torch.bfloat16).T):
-        assert not graphs.hold(plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
+        assert not graphs.hold(plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)), True)
     assert not hold(means=Means(draws=[(0, 0)]))
     assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))

@@ -31,6 +31,7 @@ from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
+from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.best import SLOTS
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
@@ -124,7 +125,7 @@ def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -
         "_attend_to_shared_kernel",
         "_attend_to_own_kernel",
     }
-    assert all(warmed.values()), f"add these to the warm-up of their modules: {[n for n in warmed if not warmed[n]]}"
+    assert all(warmed.values()), f"add these to the `warm_up` of their modules: {[n for n in warmed if not warmed[n]]}"
 
 
 @pytest.mark.parametrize("num_ordinary", [0, 1])
@@ -176,10 +177,10 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
 def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
     """Take a step of a group by kernels, if they take it; beside others, of which some speculate."""
     beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
-    take_step = select_by_kernels(rules, beams, VOCAB_SIZE)
+    take_step = select_by_kernels(rules, KernelStepSizes.of(beams, VOCAB_SIZE))
     for num_steps in (1, 4) if take_step else ():
         which = KernelLogits.of(logits, places[:num_rows], rules.stops)
-        take_step(rules, which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
+        take_step(which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
 
 
 def logits_of_steps() -> list[torch.Tensor]:

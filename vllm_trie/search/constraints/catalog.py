@@ -65,6 +65,15 @@ class ItemTrie:
         self.most_children = most_children
         self.num_nodes = len(tokens)
 
+    def most_children_at(self, depth: int | None) -> int:
+        """How many a node at this depth, or at any one, has at most.
+
+        Behind the leaves it is one: a stop token may follow, or a step that is scheduled before the host knows the end.
+        """
+        if depth is None:
+            return max(self.most_children)
+        return self.most_children[depth] if depth < len(self.most_children) else 1
+
 
 @dataclass(frozen=True)
 class AlongItems(Constraint):
@@ -100,10 +109,7 @@ class AlongItems(Constraint):
         if looks:
             node = states % trie.num_nodes
             return max(int((trie.first_child[node + 1] - trie.first_child[node]).max()), 1)
-        if length is None or self.rules.num_items > 1 or after is not None:
-            return max(trie.most_children)
-        # Behind the leaves, where a stop token may follow, or a step that is scheduled before the host knows the end.
-        return trie.most_children[length] if length < len(trie.most_children) else 1
+        return trie.most_children_at(None if self.rules.num_items > 1 or after is not None else length)
 
     def continuations(self, states: torch.Tensor, most: int) -> Continuations:
         """See `Constraint`."""

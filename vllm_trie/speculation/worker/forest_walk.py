@@ -23,6 +23,7 @@ from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
 from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
 from vllm_trie.worker import launches
+from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.rows.group_rows import beams_of_rows
 from vllm_trie.worker.select.by_kernels import select_by_kernels
@@ -98,10 +99,12 @@ class VerifyingWalk:
     def _take(self, rules: SelectRules, nodes: torch.Tensor, beams: Beams) -> Taken:
         """One step from beams at `nodes` [G, b]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
-        if launches.worker_runs_kernels_on(device) and (take := select_by_kernels(rules, beams, self._values.shape[1])):
+        if launches.worker_runs_kernels_on(device) and (
+            take := select_by_kernels(rules, KernelStepSizes.of(beams, self._values.shape[1]))
+        ):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = KernelLogits.of(self._values, at, rules.stops)
-            return take(rules, which, beams, numbers(len(at), device), nowhere)
+            return take(which, beams, numbers(len(at), device), nowhere)
         means = self.nodes[0].means(rules, cache(lambda: self._numbers(nodes[0])))
         step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
         return Taken(Going.of(step), *packed(step))

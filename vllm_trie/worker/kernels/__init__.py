@@ -4,17 +4,53 @@ Nothing here waits for the device, and what a kernel computes depends on no sche
 autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew where the alignment of an argument changes:
 tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
 
-Each module ends with `warm_up_kernels`, which launches all its kernels in all variants that serving can launch;
+Each module ends with `warm_up`, which launches all its kernels in all variants that serving can launch;
 `worker.startup.warm_up` calls it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import AlongItems
+from vllm_trie.search.step_result import Taken
 from vllm_trie.worker.kv.reorder import Tables
+
+if TYPE_CHECKING:
+    from vllm_trie.worker.kernels.tiles import KernelLogits
+
+
+class KernelStepSizes(NamedTuple):
+    """Of a step of groups with equal rules."""
+
+    num_rows: int  # of each group
+    vocab_size: int
+    most_children: int = 0  # of the nodes that rows are at, or more; 0: along no catalog
+
+    @staticmethod
+    def of(beams: Beams, vocab_size: int) -> KernelStepSizes:
+        """What rows carry that take it, and tokens of each row's logits."""
+        num_rows = beams.scores.shape[1]
+        if not beams.states or (along := cast(AlongItems | None, beams.sparse)) is None:
+            return KernelStepSizes(num_rows, vocab_size)
+        return KernelStepSizes(num_rows, vocab_size, along.trie.most_children_at(beams.length))
+
+
+class TakeStep(Protocol):
+    """A step of groups with equal rules, as `search.step.take_step` takes it: what depends on no logits is planned."""
+
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """Take it.
+
+        Args:
+            logits: Of all rows of G groups, group after group.
+            beams: What these carry.
+            places: [G * r] int64, of rows in the batch.
+            sampled: [batch, ...] int64, receives the newest token of every row.
+        """
 
 
 class KernelVariants(NamedTuple):
@@ -32,5 +68,5 @@ class KernelVariants(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """The powers of two up to the first that is not below `most_beams`."""
+        """The powers of two up to the first that is not below `most_plugin_beams`."""
         return [1 << exponent for exponent in range((self.most_beams - 1).bit_length() + 1)]

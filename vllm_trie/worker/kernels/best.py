@@ -14,11 +14,11 @@ import triton.language as tl
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rank import TILE, Candidates
+from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
@@ -33,10 +33,9 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
     MOST_TILES,
     KernelLogits,
-    RowKeys,
+    KernelRowRanking,
     Wanted,
     can_filter_in_kernels,
-    launch_rank_rows,
     launch_tile_maxima,
 )
 
@@ -46,7 +45,7 @@ SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypot
 HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
 
 
-def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; `wide` takes those of more beams."""
     return (
         rules.strategy in SEMANTICS
@@ -55,29 +54,46 @@ def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
         and -1 < (rules.num_logprobs or 0) <= MOST_PER_ROW
-        and vocab_size <= MOST_TILES * TILE
+        and sizes.vocab_size <= MOST_TILES * TILE
     )
 
 
-def take_step_by_kernels(
-    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """What `search.step.take_step` does, where `can_take_by_kernels` says so.
+class KernelBestStep(TakeStep):
+    """Takes a step by such rules."""
 
-    Args:
-        rules: Those of G groups.
-        logits: Of all their rows, group after group.
-        beams: What these carry.
-        places: [G * r] int64, of rows in the batch.
-        sampled: [batch, ...] int64, receives the newest token of every row.
-    """
-    logits = logits._replace(temperature=rules.filters.temperature)
-    scores, tiles = beams.scores.contiguous(), launch_tile_maxima(logits)
-    ranked = launch_rank_rows(logits, tiles, scores, scores.shape[1], _wanted_by_kernels(rules))
-    taken = _launch_select_best(rules, logits, scores.shape, ranked, places, sampled)
-    if taken.layout.top_shape is not None:
-        launch_report(logits, tiles, taken.words, taken.layout)
-    return taken
+    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+        num_rows, vocab_size, _ = sizes
+        self._width, self._slots = rules.width, kernel_slots_of(rules.width)
+        self._temperature = rules.filters.temperature
+        self._rank_rows = KernelRowRanking(_wanted_by_kernels(rules), vocab_size)
+        self._layout = layout = kernel_layout_of(rules, num_rows, vocab_size)
+        self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
+        counts = rules.num_beams or rules.width, rules.width if self._rank_rows.num_lists > 1 else 0
+        num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
+        self._of_rows = num_rows, vocab_size, *counts, num_bits
+        self._how = rules.width, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
+        self._sizes = kernel_sizes_to_select(self._slots, self._slots)
+        self._num_warps = warps_to_select(self._sizes["lanes"])
+
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        logits = logits._replace(temperature=self._temperature)
+        scores, tiles, device = beams.scores.contiguous(), launch_tile_maxima(logits), places.device
+        num_groups, num_rows = scores.shape
+        ranked = self._rank_rows(logits, tiles, scores, num_rows)
+        words = torch.empty(num_groups, self._num_words, dtype=torch.int32, device=device)
+        order = torch.empty(num_groups, 4 * self._slots, dtype=torch.int64, device=device)
+        parents, tokens = torch.empty(2, num_groups, self._width, dtype=torch.int64, device=device)
+        next_scores = torch.empty(num_groups, self._width, dtype=torch.float32, device=device)
+        kept = self._rank_rows.kept
+        _select_best_kernel[num_groups,](
+            ranked.keys, num_groups * num_rows * kept, kept, *self._of_rows, logits.classes, *self._how, order, parents,
+            tokens, next_scores, words, self._num_words, self._num_ints, places, sampled, sampled.stride(0),
+            **self._sizes, num_warps=self._num_warps,
+        )  # fmt: skip
+        if self._layout.top_shape is not None:
+            launch_report(logits, tiles, words, self._layout)
+        return Taken(Going(parents, tokens, next_scores), words, self._layout)
 
 
 def _wanted_by_kernels(rules: SelectRules) -> Wanted:
@@ -104,33 +120,6 @@ def kernel_layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layo
     top_shape = torch.Size([num_rows, min(rules.num_logprobs, vocab_size)])
     reported = [width, num_ended, top_shape.numel()]
     return Layout(ints + reported, floats + reported, top_shape, False)
-
-
-def _launch_select_best(
-    rules: SelectRules,
-    logits: KernelLogits,
-    shape: torch.Size,
-    ranked: RowKeys,
-    places: torch.Tensor,
-    sampled: torch.Tensor,
-) -> Taken:
-    """Rank what the rows of each group have ranked, and say what finishes and what goes on in which slot."""
-    (num_groups, num_rows), vocab_size, device = shape, logits.values.shape[1], places.device
-    layout, width, slots = kernel_layout_of(rules, num_rows, vocab_size), rules.width, kernel_slots_of(rules.width)
-    num_ints, (num_lists, num_all_rows, kept) = sum(layout.ints), ranked.keys.shape
-    words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
-    order = torch.empty(num_groups, 4 * slots, dtype=torch.int64, device=device)
-    parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
-    beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
-    counts = rules.num_beams or width, width if num_lists > 1 else 0
-    sizes = kernel_sizes_to_select(slots, slots)
-    _select_best_kernel[num_groups,](
-        ranked.keys, num_all_rows * kept, kept, num_rows, vocab_size, *counts, num_bits, logits.classes, width,
-        layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last, order, *beams, words, words.shape[1], num_ints,
-        places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
-    )  # fmt: skip
-    return Taken(Going(*beams), words, layout)
 
 
 def kernel_sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
@@ -219,7 +208,7 @@ def _select_best_kernel(
     is_last, order, next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
     per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `_launch_select_best`: a program per group.
+    """Say of each group what finishes, and what goes on in which slot: a program per group.
 
     Args:
         keys: [L, R, kept].
@@ -258,8 +247,8 @@ def warm_up_kernels(serving: KernelVariants) -> None:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         for rules in _kernel_variants(serving.most_beams):
             own = Beams(torch.zeros(1, 1, device=serving.device))
-            if can_take_by_kernels(rules, own, logits.shape[1]):
-                take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+            if can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
+                KernelBestStep(rules, sizes)(KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
 
 
 def kernel_slots_up_to(most_beams: int) -> list[int]:

@@ -16,11 +16,11 @@ import triton.language as tl
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rank import TILE, Candidates
+from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     HF,
     SLOTS,
@@ -46,9 +46,9 @@ from vllm_trie.worker.kernels.tiles import (
     BOTH,
     MOST_TILES,
     KernelLogits,
+    KernelRowRanking,
     Wanted,
     can_filter_in_kernels,
-    launch_rank_rows,
     launch_tile_maxima,
     logprobs_in_kernel,
 )
@@ -64,7 +64,7 @@ class Groups(NamedTuple):
     width: int  # beams of each
 
 
-def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
         isinstance(rules.strategy, InGroups)
@@ -72,7 +72,7 @@ def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
-        and vocab_size <= MOST_TILES * TILE
+        and sizes.vocab_size <= MOST_TILES * TILE
     )
 
 
@@ -82,35 +82,42 @@ def kernel_groups_of(rules: SelectRules) -> Groups:
     return Groups(number, rules.width // number)
 
 
-def take_step_by_kernels(
-    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
-    (num_searches, num_rows), vocab_size, device = beams.scores.shape, logits.values.shape[1], places.device
-    strategy, (number, width) = cast(InGroups, rules.strategy), kernel_groups_of(rules)
-    logits = logits._replace(temperature=rules.filters.temperature)
-    scores, rows_of_group = beams.scores.contiguous(), min(num_rows, width)
-    kept = next(kept for kept in KEPT if kept >= rules.width)
-    # As many of each row as its group takes, and as earlier groups may have taken.
-    wanted = Wanted(rules.width, kept, rules.filters, BOTH if rules.stops.ending_token_ids else BOTH[:1])
-    ranked = launch_rank_rows(logits, launch_tile_maxima(logits), scores, rows_of_group, wanted)
+class KernelStepInGroups(TakeStep):
+    """Takes a step by such rules."""
 
-    sizes, ending = kernel_sizes_to_select(kernel_slots_of(width), kept), width if rules.stops.ending_token_ids else 0
-    sides = [rules.width, number * (width + ending)]
-    layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
-    num_ints, num_bits = sum(layout.ints), NUM_SCORE_BITS + (rows_of_group * vocab_size).bit_length()
-    words = torch.empty(num_searches, num_ints + sum(sides), dtype=torch.int32, device=device)
-    order = torch.empty(num_searches, 4 * sizes["slots"] + 2 * sizes["lanes"], dtype=torch.int64, device=device)
-    parents, tokens, taken = torch.empty(3, num_searches, rules.width, dtype=torch.int64, device=device)
-    by_slot = Candidates(parents, tokens, torch.empty_like(scores.new_empty(num_searches, rules.width)))
-    done, padding = constant(strategy.done, device), NO_TOKEN.value if strategy.padding is None else strategy.padding
-    _select_in_groups_kernel[num_searches,](
-        *logits.arguments, ranked.normal, scores, ranked.keys, num_rows, ending, num_bits, number, width,
-        float(strategy.penalty), padding, done, len(done), rules.is_last, order, *by_slot, taken, words, words.shape[1],
-        num_ints, places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return Taken(Going(*by_slot), words, layout)
+    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+        strategy, (number, width) = cast(InGroups, rules.strategy), kernel_groups_of(rules)
+        self._num_beams, self._temperature, self._done = rules.width, rules.filters.temperature, strategy.done
+        self._rows_of_group, ending = min(sizes.num_rows, width), width if rules.stops.ending_token_ids else 0
+        kept = next(kept for kept in KEPT if kept >= rules.width)
+        # As many of each row as its group takes, and as earlier groups may have taken.
+        wanted = Wanted(rules.width, kept, rules.filters, BOTH if ending else BOTH[:1])
+        self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
+        sides = [rules.width, number * (width + ending)]
+        self._layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
+        self._num_ints, self._num_words = 2 * sum(sides), 3 * sum(sides)
+        num_bits = NUM_SCORE_BITS + (self._rows_of_group * sizes.vocab_size).bit_length()
+        padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
+        self._of_rows = sizes.num_rows, ending, num_bits, number, width, float(strategy.penalty), padding
+        self._is_last, self._sizes = rules.is_last, kernel_sizes_to_select(kernel_slots_of(width), kept)
+        self._room = 4 * self._sizes["slots"] + 2 * self._sizes["lanes"]
+        self._num_warps = warps_to_select(self._sizes["lanes"])
+
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        logits = logits._replace(temperature=self._temperature)
+        scores, device, num_searches = beams.scores.contiguous(), places.device, len(beams.scores)
+        ranked = self._rank_rows(logits, launch_tile_maxima(logits), scores, self._rows_of_group)
+        words = torch.empty(num_searches, self._num_words, dtype=torch.int32, device=device)
+        order = torch.empty(num_searches, self._room, dtype=torch.int64, device=device)
+        parents, tokens, taken = torch.empty(3, num_searches, self._num_beams, dtype=torch.int64, device=device)
+        next_scores, done = scores.new_empty(num_searches, self._num_beams), constant(self._done, device)
+        _select_in_groups_kernel[num_searches,](
+            *logits.arguments, ranked.normal, scores, ranked.keys, *self._of_rows, done, len(done), self._is_last,
+            order, parents, tokens, next_scores, taken, words, self._num_words, self._num_ints, places, sampled,
+            sampled.stride(0), **self._sizes, num_warps=self._num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return Taken(Going(parents, tokens, next_scores), words, self._layout)
 
 
 @triton.jit
@@ -150,7 +157,7 @@ def _select_in_groups_kernel(
     words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
     part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `take_step_by_kernels`: a program per search.
+    """See `KernelStepInGroups`: a program per search.
 
     Args:
         keys: [L, R, per_row] of the rows of all searches, as if nothing was taken.
@@ -208,5 +215,7 @@ def warm_up_kernels(serving: KernelVariants) -> None:
         for slots in kernel_slots_up_to(serving.most_beams):
             for width in (SLOTS[0] // 2, *(slots // 2 for slots in SLOTS[1:])):
                 rules = SelectRules(slots, InGroups(slots // width, 1.0, None)) if width < slots else None
-                if rules is not None and can_take_by_kernels(rules, own, logits.shape[1]):
-                    take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+                if rules is not None and can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
+                    KernelStepInGroups(rules, sizes)(
+                        KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone()
+                    )

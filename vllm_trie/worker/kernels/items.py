@@ -14,11 +14,10 @@ import triton.language as tl
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
@@ -40,6 +39,7 @@ from vllm_trie.worker.kernels.order_keys import (
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
+    BLOCK,
     MOST_PER_ROW,
     KernelLogits,
     can_filter_in_kernels,
@@ -48,18 +48,16 @@ from vllm_trie.worker.kernels.tiles import (
     logprobs_in_kernel,
     normalise_in_kernel,
 )
-from vllm_trie.worker.launches import next_power_of_2
+from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for
 ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 
 
-def can_take_by_kernels(rules: SelectRules, beams: Beams, _: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; `wide_catalog` takes those of more beams, or children."""
-    return (
-        kernels_take_items_alone(rules) and rules.width <= SLOTS[-1] and most_children_in_kernels(beams) <= CHILDREN[-1]
-    )
+    return kernels_take_items_alone(rules) and rules.width <= SLOTS[-1] and sizes.most_children <= CHILDREN[-1]
 
 
 def kernels_take_items_alone(rules: SelectRules) -> bool:
@@ -75,42 +73,50 @@ def kernels_take_items_alone(rules: SelectRules) -> bool:
     )
 
 
-def most_children_in_kernels(beams: Beams) -> int:
-    """Of the nodes of all rows, or more."""
-    most, length = cast(AlongItems, beams.sparse).trie.most_children, beams.length
-    return max(most) if length is None else most[length] if length < len(most) else 1
+class KernelStepAlongItems(TakeStep):
+    """Takes a step by such rules."""
 
+    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+        self._width, self._temperature = rules.width, rules.filters.temperature
+        self._count = count = rules.num_beams or rules.width
+        self._children = next(children for children in CHILDREN if children >= sizes.most_children)
+        self._how_to_rank = sizes.num_rows, count, kernel_log_min_p(rules.filters)
+        self._sizes_to_rank = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), self._children)
+        num_bits = NUM_SCORE_BITS + (sizes.num_rows * self._children).bit_length()
+        self._how_to_select, self._may_end = (sizes.num_rows, count, num_bits), not rules.stops.are_barred
+        self._layout = Layout([self._width, self._width, count, count], [self._width, count], None, False)
+        self._slots = kernel_slots_of(self._width)
+        self._sizes = kernel_sizes_to_select(self._slots, self._slots)
+        self._num_warps = warps_to_select(2 * self._sizes["lanes"])
 
-def take_step_by_kernels(
-    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
-    (num_groups, num_rows), device, along = beams.scores.shape, places.device, cast(AlongItems, beams.sparse)
-    width, count = rules.width, rules.num_beams or rules.width
-    slots, most = kernel_slots_of(width), most_children_in_kernels(beams)
-    children = next(children for children in CHILDREN if children >= most)
-    logits = logits._replace(temperature=rules.filters.temperature)
-    scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), launch_tile_maxima(logits)
-    trie = states, along.trie.first_child, along.trie.tokens
-    keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
-    normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
-    _rank_items_kernel[num_groups * num_rows,](
-        *logits.arguments, *tiles.normalisers, scores, num_rows, count, kernel_log_min_p(rules.filters), *trie, keys,
-        normal, **kernel_sizes_to_rank_items(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
-    )  # fmt: skip
-    layout = Layout([width, width, count, count], [width, count], None, False)
-    words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
-    order = torch.empty(num_groups, 2, 2, slots, dtype=torch.int64, device=device)
-    parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
-    by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    num_bits, may_end = NUM_SCORE_BITS + (num_rows * children).bit_length(), not rules.stops.are_barred
-    sizes = kernel_sizes_to_select(slots, slots)
-    _select_items_kernel[num_groups,](
-        keys, num_rows, count, num_bits, *trie, along.trie.is_item.view(torch.int8), width, order, *by_slot, targets,
-        words, places, sampled, sampled.stride(0), may_end, children, **sizes,
-        num_warps=warps_to_select(2 * sizes["lanes"]),
-    )  # fmt: skip
-    return Taken(Going(*by_slot, states={along: targets}), words, layout)
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        logits = logits._replace(temperature=self._temperature)
+        (num_groups, num_rows), device = beams.scores.shape, places.device
+        ((along, states),) = cast(dict[AlongItems, torch.Tensor], beams.states).items()
+        scores, states, trie, tiles = (
+            beams.scores.contiguous(),
+            states.contiguous(),
+            along.trie,
+            launch_tile_maxima(logits),
+        )
+        keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
+        normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
+        nodes = states, trie.first_child, trie.tokens
+        _rank_items_kernel[num_groups * num_rows,](
+            *logits.arguments, *tiles[3:], scores, *self._how_to_rank, *nodes, keys, normal,
+            **self._sizes_to_rank, num_warps=WARPS_TO_RANK,
+        )  # fmt: skip
+        words = torch.empty(num_groups, 3 * (self._width + self._count), dtype=torch.int32, device=device)
+        order = torch.empty(num_groups, 2, 2, self._slots, dtype=torch.int64, device=device)
+        parents, tokens, targets = torch.empty(3, num_groups, self._width, dtype=torch.int64, device=device)
+        next_scores = torch.empty(num_groups, self._width, dtype=torch.float32, device=device)
+        _select_items_kernel[num_groups,](
+            keys, *self._how_to_select, *nodes, trie.is_item.view(torch.int8), self._width, order, parents, tokens,
+            next_scores, targets, words, places, sampled, sampled.stride(0), self._may_end, self._children,
+            **self._sizes, num_warps=self._num_warps,
+        )  # fmt: skip
+        return Taken(Going(parents, tokens, next_scores, states={along: targets}), words, self._layout)
 
 
 def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]:
@@ -216,4 +222,5 @@ def warm_up_kernels(serving: KernelVariants) -> None:
         for slots in kernel_slots_up_to(serving.most_beams):
             for logits in serving.logits:
                 of_items = SelectRules(slots, Best(), constraints=(rules,))
-                take_step_by_kernels(of_items, KernelLogits.of(logits, row), beams, row, row[None].clone())
+                take = KernelStepAlongItems(of_items, KernelStepSizes.of(beams, logits.shape[1]))
+                take(KernelLogits.of(logits, row), beams, row, row[None].clone())

@@ -18,9 +18,9 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_TILES,
     NOT_ALLOWED,
     KernelLogits,
+    KernelRowRanking,
     KernelTiles,
     Wanted,
-    launch_rank_rows,
     logprobs_in_kernel,
     normalised_in_kernel,
 )
@@ -46,7 +46,7 @@ def launch_report(logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor,
     num_groups, (num_rows, num_tops), (width, count) = len(words), layout.top_shape, layout.floats[:2]
     nothing, most = filled((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
     kept = next(kept for kept in REPORTED if kept >= most)
-    tops = launch_rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
+    tops = KernelRowRanking(Wanted(most, kept), logits.values.shape[1])(logits, tiles, nothing, num_rows)
     _write_logprobs_kernel[width + count + num_rows, num_groups](
         *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
         num_tops, per_row=kept, block=BLOCK, num_warps=WARPS_TO_REPORT,

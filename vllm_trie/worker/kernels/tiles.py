@@ -8,6 +8,7 @@ that end: then nobody asks which ones do.
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 from typing import NamedTuple
 
@@ -84,22 +85,17 @@ def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, devic
 
 
 class KernelTiles(NamedTuple):
-    """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum."""
+    """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum.
+
+    The others take it in this order, or the last three, which normalise rows.
+    """
 
     going: torch.Tensor  # [R, B * TILES] float32, of what goes on
     ending: torch.Tensor  # [R, M * TILES] float32, of what ends, in mixed blocks
+    num_mixed: int  # M
     maxima: torch.Tensor  # [R, B] float32
     sums: torch.Tensor  # [R, B] float32, of exponentials of what is left when the maximum is subtracted
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """What kernels take of them."""
-        return self.going, self.ending, self.ending.shape[1] // TILES, *self.normalisers
-
-    @property
-    def normalisers(self) -> tuple[torch.Tensor | int, ...]:
-        """As much as normalises rows."""
-        return self.maxima, self.sums, self.maxima.shape[1]
+    num_blocks: int  # B
 
 
 class RowKeys(NamedTuple):
@@ -132,38 +128,47 @@ BOTH = GOES_ON, ENDS  # lists
 
 def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
     """Read all logits once."""
-    num_rows, vocab_size = len(logits.which), logits.values.shape[1]
-    num_blocks, device = cdiv(vocab_size, BLOCK), logits.which.device
-    sides = num_blocks * TILES, logits.num_mixed * TILES, num_blocks, num_blocks
-    tiles = KernelTiles(*(torch.empty(num_rows, side, dtype=torch.float32, device=device) for side in sides))
+    num_rows, num_blocks, num_mixed = len(logits.which), len(logits.mixed), logits.num_mixed
+    floats = partial(torch.empty, dtype=torch.float32, device=logits.which.device)
+    of_tiles = floats(num_rows, num_blocks * TILES), floats(num_rows, num_mixed * TILES), num_mixed
+    tiles = KernelTiles(*of_tiles, floats(num_rows, num_blocks), floats(num_rows, num_blocks), num_blocks)
     _tile_max_kernel[num_rows, num_blocks](
-        *logits.arguments, *tiles.arguments[:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
+        *logits.arguments, *tiles[:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
     )
     return tiles
 
 
-def launch_rank_rows(
-    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, num_rows: int, wanted: Wanted
-) -> RowKeys:
-    """The best continuations of each row.
+class KernelRowRanking:
+    """Finds the best continuations of each row: what depends on no logits is known before.
 
     Args:
-        logits: Of R rows.
-        tiles: Theirs.
-        scores: [R] float32, or of any shape with as many.
-        num_rows: That compete with each other, r; R is a multiple.
         wanted: How many.
+        vocab_size: Tokens of a row, V.
     """
-    count, kept, filters, lists, among_best = wanted
-    device, num_lists = scores.device, len(lists)
-    keys = torch.empty(num_lists, len(logits.which), kept, dtype=torch.int64, device=device)
-    normal = torch.empty(num_lists, len(logits.which), 2, dtype=torch.float32, device=device)
-    sizes = kernel_sizes_to_rank(next_power_of_2(tiles.maxima.shape[1]), kept)
-    _rank_rows_kernel[len(logits.which), num_lists](
-        *logits.arguments, *tiles.arguments, scores, num_rows, count, kernel_log_min_p(filters), lists[0], among_best,
-        keys, normal, **sizes, num_warps=warps_to_rank(kept),
-    )  # fmt: skip
-    return RowKeys(keys, normal[0])
+
+    def __init__(self, wanted: Wanted, vocab_size: int) -> None:
+        self.num_lists, self.kept = len(wanted.lists), wanted.kept
+        self._how = wanted.num_best, kernel_log_min_p(wanted.filters), wanted.lists[0], wanted.among_best
+        self._sizes = kernel_sizes_to_rank(next_power_of_2(cdiv(vocab_size, BLOCK)), wanted.kept)
+        self._num_warps = warps_to_rank(wanted.kept)
+
+    def __call__(self, logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, num_rows: int) -> RowKeys:
+        """Rank them.
+
+        Args:
+            logits: Of R rows.
+            tiles: Theirs.
+            scores: [R] float32, or of any shape with as many.
+            num_rows: That compete with each other, r; R is a multiple.
+        """
+        num_all_rows, device = len(logits.which), scores.device
+        keys = torch.empty(self.num_lists, num_all_rows, self.kept, dtype=torch.int64, device=device)
+        normal = torch.empty(self.num_lists, num_all_rows, 2, dtype=torch.float32, device=device)
+        _rank_rows_kernel[num_all_rows, self.num_lists](
+            *logits.arguments, *tiles, scores, num_rows, *self._how, keys, normal, **self._sizes,
+            num_warps=self._num_warps,
+        )  # fmt: skip
+        return RowKeys(keys, normal[0])
 
 
 WARPS_TO_READ = 4
@@ -309,7 +314,7 @@ def _rank_rows_kernel(
     scores, num_rows, count, log_min_p, first_list, among_best, keys, normal, blocks: tl.constexpr, tiles: tl.constexpr,
     tile: tl.constexpr, num_bits: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_rank_rows`: a program per row and list."""
+    """See `KernelRowRanking`: a program per row and list."""
     row, wanted = tl.program_id(0), first_list + tl.program_id(1)
     at = (tl.program_id(1) * tl.num_programs(0) + row).to(tl.int64)
     keys, normal = keys + at * kept, normal + 2 * at

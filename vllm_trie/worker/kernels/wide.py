@@ -13,11 +13,10 @@ import triton.language as tl
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     HF,
     SEMANTICS,
@@ -44,8 +43,9 @@ MOST_BLOCKS = 128  # of a row, that kernels are compiled for
 MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses: it is counted what is better in each row
 
 
-def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
+    vocab_size = sizes.vocab_size
     return (
         rules.strategy in SEMANTICS
         and (rules.pruning, rules.constraints) == (Pruning(), ())
@@ -58,44 +58,48 @@ def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     )
 
 
-def take_step_by_kernels(
-    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
-    logits = logits._replace(temperature=rules.filters.temperature)
-    scores, tiles, vocab_size = beams.scores.contiguous(), launch_tile_maxima(logits), logits.values.shape[1]
-    stops = rules.stops if rules.strategy == Best("vllm") else Stops()
-    count = min(rules.width, scores.shape[1] * vocab_size)
-    among = AmongBest(stops.columns(vocab_size, places.device), 2 * rules.width)
-    keys = launch_best_of_groups(logits, tiles, scores, count, rules.filters, among)
-    taken = launch_select_wide(rules, keys, (scores.shape[1], vocab_size), places, sampled)
-    if taken.layout.top_shape is not None:
-        launch_report(logits, tiles, taken.words, taken.layout)
-    return taken
+class KernelWideStep(TakeStep):
+    """Takes a step by such rules."""
 
+    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+        num_rows, self._vocab_size, _ = sizes
+        self._filters, self._width, self._most = rules.filters, rules.width, rules.num_beams or rules.width
+        self._stops = rules.stops if rules.strategy == Best("vllm") else Stops()
+        self._count = min(rules.width, num_rows * self._vocab_size)
+        self._layout = layout = kernel_layout_of(rules, num_rows, self._vocab_size)
+        self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
+        self._num_rows = num_rows
+        self._how = self._width, self._most, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
 
-def launch_select_wide(
-    rules: SelectRules, keys: torch.Tensor, shape: tuple[int, int], places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """Say what finishes, and what goes on in which slot, of what is ranked.
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        logits = logits._replace(temperature=self._filters.temperature)
+        scores, tiles, device = beams.scores.contiguous(), launch_tile_maxima(logits), places.device
+        among = AmongBest(self._stops.columns(self._vocab_size, device), 2 * self._width)
+        keys = launch_best_of_groups(logits, tiles, scores, self._count, self._filters, among)
+        taken = self.select(keys, places, sampled)
+        if self._layout.top_shape is not None:
+            launch_report(logits, tiles, taken.words, self._layout)
+        return taken
 
-    Args:
-        keys: [2, G, K], of what goes on and of what ends.
-        shape: Rows of each group, and tokens of each row.
-    """
-    (num_rows, vocab_size), (_, num_groups, count), width, device = shape, keys.shape, rules.width, keys.device
-    layout, most = kernel_layout_of(rules, num_rows, vocab_size), rules.num_beams or rules.width
-    num_ended, num_ints = layout.ints[2], sum(layout.ints)
-    words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
-    parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
-    by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    slots = launch_find_first_children(keys[0], vocab_size, width, most)
-    how = SEMANTICS.index(rules.strategy), rules.is_last
-    _select_wide_kernel[num_groups,](
-        keys, num_rows, vocab_size, count, count.bit_length(), width, most, num_ended, *how, *slots, *by_slot, words,
-        words.shape[1], num_ints, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return Taken(Going(*by_slot), words, layout)
+    def select(self, keys: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """Say what finishes, and what goes on in which slot, of what is ranked.
+
+        Args:
+            keys: [2, G, K], of what goes on and of what ends.
+            places, sampled: See `TakeStep`.
+        """
+        (_, num_groups, count), device = keys.shape, keys.device
+        slots = launch_find_first_children(keys[0], self._vocab_size, self._width, self._most)
+        words = torch.empty(num_groups, self._num_words, dtype=torch.int32, device=device)
+        parents, tokens = torch.empty(2, num_groups, self._width, dtype=torch.int64, device=device)
+        next_scores = torch.empty(num_groups, self._width, dtype=torch.float32, device=device)
+        _select_wide_kernel[num_groups,](
+            keys, self._num_rows, self._vocab_size, count, count.bit_length(), *self._how, *slots, parents, tokens,
+            next_scores, words, self._num_words, self._num_ints, places, sampled, sampled.stride(0), part=PART,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return Taken(Going(parents, tokens, next_scores), words, self._layout)
 
 
 @triton.jit
@@ -198,5 +202,5 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         own, rules = Beams(torch.zeros(1, 1, device=serving.device)), SelectRules(1, Best(), Stops((0,)))
-        if can_take_by_kernels(rules, own, logits.shape[1]):
-            take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+        if can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
+            KernelWideStep(rules, sizes)(KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())

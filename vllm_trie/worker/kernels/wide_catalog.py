@@ -14,16 +14,17 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
-from vllm_trie.search.rank import TILE, Candidates
+from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import write_ended_in_kernel
-from vllm_trie.worker.kernels.items import kernels_take_items_alone, most_children_in_kernels
+from vllm_trie.worker.kernels.items import kernels_take_items_alone
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key_in_kernel
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
+    BLOCK,
     KernelLogits,
     kernel_log_min_p,
     launch_tile_maxima,
@@ -55,65 +56,67 @@ CHILDREN_AT_A_TIME = 256  # that a program looks at
 WARPS_TO_RANK = 4
 
 
-def can_take_by_kernels(rules: SelectRules, beams: Beams, _: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
-    return kernels_take_items_alone(rules) and kernels_have_keys(rules.width, _kernel_room_for_children(beams))
+    return kernels_take_items_alone(rules) and kernels_have_keys(rules.width, _kernel_room_for_children(sizes))
 
 
-def _kernel_room_for_children(beams: Beams) -> int:
+def _kernel_room_for_children(sizes: KernelStepSizes) -> int:
     """Places for the children of a row's node: whole tiles."""
-    return cdiv(most_children_in_kernels(beams), TILE) * TILE
+    return cdiv(sizes.most_children, TILE) * TILE
 
 
-def take_step_by_kernels(
-    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-) -> Taken:
-    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
-    (num_groups, num_rows), device, along, room = (
-        beams.scores.shape,
-        places.device,
-        _items_for_kernels(beams),
-        _kernel_room_for_children(beams),
-    )
-    logits, states = logits._replace(temperature=rules.filters.temperature), beams.states[along].contiguous()
-    beams = beams._replace(states={along: states})
-    keys, width = _launch_rank_items(rules, logits, beams, room), rules.width
-    count = keys.shape[1]
-    layout = Layout([width, width, count, count], [width, count], None, False)
-    words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
-    parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
-    by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    slots = launch_find_first_children(keys[num_groups:], room, width, count)
-    trie = states, along.trie.first_child, along.trie.tokens, along.trie.is_item.view(torch.int8)
-    _select_wide_items_kernel[num_groups,](
-        keys, num_rows, room, count, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
-        words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return Taken(Going(*by_slot, states={along: targets}), words, layout)
+class KernelWideStepAlongItems(TakeStep):
+    """Takes a step by such rules."""
 
+    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+        self._width, self._temperature = rules.width, rules.filters.temperature
+        self._count, self._room = rules.num_beams or rules.width, _kernel_room_for_children(sizes)
+        self._how_to_rank = sizes.num_rows, self._room, kernel_log_min_p(rules.filters)
+        self._sizes, self._may_end = (
+            kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK)),
+            not rules.stops.are_barred,
+        )
 
-def _items_for_kernels(beams: Beams) -> AlongItems:
-    return cast(AlongItems, beams.sparse)
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        (num_groups, num_rows), device, width = beams.scores.shape, places.device, self._width
+        ((along, states),) = cast(dict[AlongItems, torch.Tensor], beams.states).items()
+        states, trie = states.contiguous(), along.trie
+        nodes = states, trie.first_child, trie.tokens
+        keys = self._best_items(logits._replace(temperature=self._temperature), beams.scores.contiguous(), nodes)
+        count = keys.shape[1]
+        layout = Layout([width, width, count, count], [width, count], None, False)
+        words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
+        parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
+        by_slot = parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device)
+        slots = launch_find_first_children(keys[num_groups:], self._room, width, count)
+        _select_wide_items_kernel[num_groups,](
+            keys, num_rows, self._room, count, width, *nodes, trie.is_item.view(torch.int8), self._may_end, *slots,
+            *by_slot, targets, words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return Taken(Going(*by_slot, states={along: targets}), words, layout)
 
+    def _best_items(self, logits: KernelLogits, scores: torch.Tensor, nodes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[2 * G, K] int64, order keys, in order: of each group's best children, then of its best that have some.
 
-def _launch_rank_items(rules: SelectRules, logits: KernelLogits, beams: Beams, room: int) -> torch.Tensor:
-    """[2 * G, K] int64, order keys, in order: of each group's best children, then of each one's best that have some."""
-    (num_groups, num_rows), along, tiles = beams.scores.shape, _items_for_kernels(beams), launch_tile_maxima(logits)
-    num_lists, count, scores = 2 * num_groups, rules.num_beams or rules.width, beams.scores.contiguous()
-    of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
-    keys = torch.empty(num_lists, num_rows * room // TILE, dtype=torch.int64, device=scores.device)
-    trie = beams.states[along], along.trie.first_child, along.trie.tokens
-    sizes = kernel_sizes_to_rank_tiles(tiles.maxima.shape[1])
-    _rank_item_tiles_kernel[scores.numel(),](
-        *logits.arguments, *tiles.normalisers, scores, num_rows, room, kernel_log_min_p(rules.filters), *trie, keys,
-        of_rows, **sizes, num_warps=WARPS_TO_RANK,
-    )  # fmt: skip
-    chosen, keys = split_kernel_keys(keys, count, TILE)
-    _rank_items_of_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
-        *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
-        lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
-    )  # fmt: skip
-    return kernel_keys_in_order(keys, min(count, keys.shape[1]))
+        Args:
+            logits, scores: Of all rows.
+            nodes: Where they are, and what of the trie says where these lead.
+        """
+        (num_groups, num_rows), tiles, num_lists = scores.shape, launch_tile_maxima(logits), 2 * len(scores)
+        of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
+        keys = torch.empty(num_lists, num_rows * self._room // TILE, dtype=torch.int64, device=scores.device)
+        _rank_item_tiles_kernel[scores.numel(),](
+            *logits.arguments, *tiles[3:], scores, *self._how_to_rank, *nodes, keys, of_rows, **self._sizes,
+            num_warps=WARPS_TO_RANK,
+        )  # fmt: skip
+        chosen, keys = split_kernel_keys(keys, self._count, TILE)
+        _rank_items_of_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+            *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, self._room, *nodes, keys,
+            tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+        )  # fmt: skip
+        return kernel_keys_in_order(keys, min(self._count, keys.shape[1]))
 
 
 def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
@@ -265,4 +268,5 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
     for logits in serving.logits:
         of_items = SelectRules(1, Best(), constraints=(rules,))
-        take_step_by_kernels(of_items, KernelLogits.of(logits, row), beams, row, row[None].clone())
+        take = KernelWideStepAlongItems(of_items, KernelStepSizes.of(beams, logits.shape[1]))
+        take(KernelLogits.of(logits, row), beams, row, row[None].clone())

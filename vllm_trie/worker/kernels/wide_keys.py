@@ -63,24 +63,24 @@ def launch_best_of_groups(
         tiles: Theirs.
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
-        filters: Of those, `can_filter_in_kernels` says which.
+        filters: Of those, `can_filter` says which.
         among: What ends is left out unless it is.
 
     Returns:
         [2, G, K] int64, order keys as in `search.rank`, in order: of what goes on, then of what ends.
     """
-    (num_groups, num_rows), device, num_blocks = scores.shape, scores.device, tiles.maxima.shape[1]
+    (num_groups, num_rows), device, num_blocks = scores.shape, scores.device, tiles.num_blocks
     num_lists = 2 * num_groups
     keys = torch.empty(num_lists, num_rows * num_blocks, dtype=torch.int64, device=device)
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=device)
     sizes = kernel_sizes_to_rank_blocks(num_blocks)
     _rank_blocks_kernel[scores.numel(),](
-        *logits.arguments, *tiles.arguments, scores, num_rows, kernel_log_min_p(filters), among.ends, len(among.ends),
+        *logits.arguments, *tiles, scores, num_rows, kernel_log_min_p(filters), among.ends, len(among.ends),
         among.most, keys, of_rows, **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
     chosen, keys = split_kernel_keys(keys, count, TILES)
     _rank_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
-        chosen, chosen.shape[1], *tiles.arguments[:3], logits.mixed, of_rows, logits.values.shape[1], num_blocks,
+        chosen, chosen.shape[1], *tiles[:3], logits.mixed, of_rows, logits.values.shape[1], num_blocks,
         num_groups, num_rows, keys, tiles=TILES, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     chosen, keys = split_kernel_keys(keys, count, TILE)

@@ -6,7 +6,6 @@ In torch `worker.kv.reorder` has the one, and `worker.kv.kv_blocks` the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +13,18 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
+from vllm_trie.worker.kv.kv_blocks import COPY_TILE, Segments
 from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
-from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.kv_slots import TokenSegments
 from vllm_trie.worker.kv.moves import HELD
 from vllm_trie.worker.kv.reorder import KVReorder, Tables
-from vllm_trie.worker.launches import cdiv
 
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
 TOKEN_TILE = 256  # words that each copies at a time
-COPY_TILE = 1024  # words, or table entries, that one program copies at a time
 MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+# By bytes of words. One stage: nothing is read ahead, as what is read may have been written just before.
+SIZES = {n: {"word": word, "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1} for n, word in WORDS.items()}
 
 
 def launch_kv_reorder(rows: KVReorder, tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
@@ -38,16 +37,11 @@ def launch_kv_reorder(rows: KVReorder, tokens: torch.Tensor, tables: Tables, seg
         segments: Where blocks lie, layer by layer.
     """
     num_rows, num_tables = len(rows.num_tokens_on_host), len(tables.tables)
-    has_tails = any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes)
+    has_tails = (rows.num_tokens_on_host[:, None] % tables.block_sizes).any()
     num_workers = _kv_copy_workers(num_rows * num_tables, segments) if has_tails else 0
     of_rows = rows.rows, rows.parents, num_rows, tokens, tokens.stride(0)
     _reorder_kv_kernel[num_rows, 1 + num_tables * (1 + num_workers)](
-        *of_rows,
-        *tables.on_device,
-        num_tables,
-        num_workers,
-        *_kv_segment_arguments(segments),
-        **_kv_segment_constants(segments),
+        *of_rows, *tables.on_device, num_tables, num_workers, *segments[:-1], **SIZES[segments.word_bytes]
     )
 
 
@@ -63,12 +57,7 @@ def launch_kv_block_copies(chains: list[list[tuple[int, int]]], segments: Segmen
     on_device = uploaded(np.concatenate([starts, order.ravel()]), segments.pointers.device)
     num_workers = _kv_copy_workers(len(chains), segments)
     _copy_kv_blocks_kernel[len(chains), num_workers](
-        on_device,
-        len(chains),
-        num_workers,
-        *_kv_segment_arguments(segments),
-        held=HELD,
-        **_kv_segment_constants(segments),
+        on_device, len(chains), num_workers, *segments[:-1], held=HELD, **SIZES[segments.word_bytes]
     )
 
 
@@ -108,23 +97,9 @@ class HeldKVTokens:
         )
 
 
-def _num_kv_tiles(segments: Segments) -> int:
-    return cdiv(segments.most_words, COPY_TILE)
-
-
 def _kv_copy_workers(num_copies: int, segments: Segments) -> int:
     """Programs for each block that is copied: few for each where many are."""
-    return min(max(MOST_PROGRAMS // num_copies, 1), len(segments.pointers) * _num_kv_tiles(segments))
-
-
-def _kv_segment_arguments(segments: Segments) -> tuple[Any, ...]:
-    num_tiles = _num_kv_tiles(segments)
-    return segments.pointers, segments.strides, segments.words, len(segments.pointers) * num_tiles, num_tiles
-
-
-def _kv_segment_constants(segments: Segments) -> dict[str, Any]:
-    # One stage: nothing is read ahead, as what is read may have been written just before.
-    return {"word": WORDS[segments.word_bytes], "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1}
+    return min(max(MOST_PROGRAMS // num_copies, 1), segments.num_pieces)
 
 
 @triton.jit

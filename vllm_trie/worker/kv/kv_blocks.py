@@ -12,19 +12,25 @@ import numpy as np
 import torch
 
 from vllm_trie.search.devices import sees, uploaded
+from vllm_trie.worker.launches import cdiv
 
+COPY_TILE = 1024  # words, or table entries, that one program of a kernel copies at a time
 PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
 SMALL_BYTES = 1 << 13  # up to which it copies many entries at a time faster than one by one
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Segments(NamedTuple):
-    """Where the blocks of all layers lie: a block is so many words in a row, once or more often per layer."""
+    """Where the blocks of all layers lie: a block is so many words in a row, once or more often per layer.
+
+    Kernels copy a tile of a segment at a time, and take all but the last field, in this order.
+    """
 
     pointers: torch.Tensor  # [segments] uint64 on the device, to block 0
     strides: torch.Tensor  # [segments] int64, from block to block, in words
     words: torch.Tensor  # [segments] int64, of one block
-    most_words: int
+    num_pieces: int  # tiles of all segments, if all were as long as the longest
+    num_tiles: int  # of the longest segment
     word_bytes: int  # 8, unless some block is not a whole number of these
 
 
@@ -73,7 +79,9 @@ class KVBlocks:
             return uploaded(np.array([value // word_bytes for value in values]), device)
 
         to_blocks = uploaded(np.array(pointers, np.uint64), device)
-        return Segments(to_blocks, in_words(strides), in_words(lengths), max(lengths) // word_bytes, word_bytes)
+        num_tiles = cdiv(max(lengths) // word_bytes, COPY_TILE)
+        words = in_words(strides), in_words(lengths)
+        return Segments(to_blocks, *words, len(pointers) * num_tiles, num_tiles, word_bytes)
 
     @cached_property
     def are_apart(self) -> bool:

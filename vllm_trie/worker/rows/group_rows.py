@@ -57,9 +57,10 @@ class GroupRows:
 
 def beams_of_rows(groups: Sequence[GroupRows]) -> Beams:
     """What the rows of some groups carry, which are equally wide and under equal constraints."""
-    beams = groups[0].batch
-    is_whole = len(beams.scores) == len(groups)  # they have selected together before, as a rule
-    if is_whole and all(group.batch is beams and group.place == place for place, group in enumerate(groups)):
+    beams, are_together = groups[0].batch, True  # they have selected together before, as a rule
+    for place, group in enumerate(groups):
+        are_together &= group.batch is beams and group.place == place
+    if are_together and len(beams.scores) == len(groups):
         return beams
     return Beams.join([group.beams for group in groups])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,36 +10,57 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Going, Taken, packed
-from vllm_trie.worker.kernels import best, in_groups, items, wide, wide_catalog
+from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, best, in_groups, items, wide, wide_catalog
 from vllm_trie.worker.kernels.tiles import KernelLogits
+from vllm_trie.worker.select.cohort import SelectionCohort
 
-TakeStep = Callable[
-    [SelectRules, KernelLogits, Beams, torch.Tensor, torch.Tensor], Taken
-]  # as `best.take_step_by_kernels`
+KINDS = (
+    (best, best.KernelBestStep),
+    (items, items.KernelStepAlongItems),
+    (in_groups, in_groups.KernelStepInGroups),
+    (wide, wide.KernelWideStep),
+    (wide_catalog, wide_catalog.KernelWideStepAlongItems),
+)
 
 
-def select_by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
+def select_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
-    kinds = best, items, in_groups, wide, wide_catalog
-    return next(
-        (kernels.take_step_by_kernels for kernels in kinds if kernels.can_take_by_kernels(rules, beams, vocab_size)),
-        None,
-    )
+    return next((kind(rules, sizes) for module, kind in KINDS if module.can_take_by_kernels(rules, sizes)), None)
+
+
+def planned_selection(
+    cohort: SelectionCohort, values: torch.Tensor, beams: Beams
+) -> tuple[KernelLogits, TakeStep | None]:
+    """The logits of a cohort's rows among `values` [N, V], and what by kernels takes its step; planned once.
+
+    Args:
+        beams: What its rows carry.
+    """
+    if cohort.row_logits is None:
+        cohort.row_logits = KernelLogits.of(values, cohort.on_device[0], cohort.rules.stops)[1:]
+    sizes = KernelStepSizes.of(beams, values.shape[1])
+    if sizes not in cohort.steps:
+        cohort.steps[sizes] = select_by_kernels(cohort.rules, sizes)
+    return KernelLogits(values, *cohort.row_logits), cohort.steps[sizes]
 
 
 @dataclass(frozen=True)
-class TakeRows:
-    """Takes a step by kernels where they can, else by torch; called as `TakeStep`."""
+class SelectionStepByTorch(TakeStep):
+    """Takes a step by torch.
 
+    Args:
+        rules: By which.
+        means: What else it takes.
+        which: Those of the rows among all logits.
+    """
+
+    rules: SelectRules
     means: Means
-    which: slice | torch.Tensor  # those of the rows among all logits, where torch takes it
+    which: slice | torch.Tensor
 
-    def __call__(
-        self, rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-    ) -> Taken:
-        if take := select_by_kernels(rules, beams, logits.values.shape[1]):
-            return take(rules, logits, beams, places, sampled)
-        step = take_step(rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
+    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+        """See `TakeStep`."""
+        step = take_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
         sampled[:, 0].index_copy_(0, places, newest_selected_tokens(Going.of(step), beams))
         return Taken(Going.of(step), *packed(step))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_trie.worker.kernels import KernelStepSizes, TakeStep
 
 
 class InStep(NamedTuple):
@@ -35,37 +37,35 @@ class InStep(NamedTuple):
     has_masks: bool  # a grammar says what its rows may take
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SelectionCohort:
     """G groups with equal rules that select together.
 
     Args:
         group_ids: Theirs.
-        what: They do.
+        rules: How they select.
+        moves: Rows may continue others afterwards; after the last step nobody goes on.
+        has_masks: A grammar says what rows may take.
         groups: Their rows.
         slots: [G, r], of these.
         places: [G, r], of these in the batch.
         index: [G, r], which of the batch's logits are those of the rows.
         device: Of the logits.
+        row_logits: What kernels know of those of the rows, but for their values: see `KernelLogits`.
+        steps: By its sizes: what takes a step by kernels, once they have; None where torch takes it.
     """
 
     group_ids: list[str]
-    what: InStep  # of one of them
+    rules: SelectRules
+    moves: bool
+    has_masks: bool
     groups: list[GroupRows]
     slots: np.ndarray
     places: np.ndarray
     index: np.ndarray
     device: torch.device
-
-    @property
-    def rules(self) -> SelectRules:
-        """How they select."""
-        return self.what.rules
-
-    @property
-    def moves(self) -> bool:
-        """Whether rows may continue others afterwards; after the last step nobody goes on."""
-        return self.what.decodes and self.places.shape[1] > 1 and not self.rules.is_last
+    row_logits: tuple[Any, ...] | None = None
+    steps: dict[KernelStepSizes, TakeStep | None] = field(default_factory=dict)
 
     @cached_property
     def which(self) -> slice | torch.Tensor:
@@ -106,6 +106,7 @@ class SelectionBatchPlan:
         together = (some for (rules, *_), group_ids in alike.items() for some in parts(rules, group_ids))
         self.cohorts = [self._cohort(group_ids) for group_ids in together]
         self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
+        self.contrasts = any(what.rules.contrasts for what in in_step.values())
         self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
         is_ordinary = np.ones(batch.num_reqs, dtype=bool)
         # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.
@@ -138,7 +139,9 @@ class SelectionBatchPlan:
         slots = np.array([group.slots for group in groups])
         places = self.rows.places(slots)
         what = self._in_step[group_ids[0]]
-        return SelectionCohort(group_ids, what, groups, slots, places, self.rows.first_logits(places), self._device)
+        moves = what.decodes and places.shape[1] > 1 and not what.rules.is_last
+        of_rows = groups, slots, places, self.rows.first_logits(places)
+        return SelectionCohort(group_ids, what.rules, moves, what.has_masks, *of_rows, self._device)
 
 
 def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:

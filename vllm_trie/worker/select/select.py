@@ -133,9 +133,9 @@ class Selector:
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
-            masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.what.has_masks else []
-            of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
+            masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.has_masks else []
             if rules.constraints:
+                of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
             else:
                 beams = beams_of_rows(groups)
@@ -164,15 +164,14 @@ class Selector:
             step = take_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
             sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return Taken(Going.of(step), *packed(step))
-        at, places = cohort.on_device
-        kernels = launches.worker_module_for_gpus("select.by_kernels")
-        logits_of = kernels.KernelLogits.of(values, at, rules.stops)
-        if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
-            taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, slice(None)))
-            if taken is not None:
+        kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
+        logits_of, take = kernels.planned_selection(cohort, values, beams)
+        if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams, take is not None):
+            take_rows = take or kernels.SelectionStepByTorch(rules, means, slice(None))
+            if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
                 sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
                 return taken
-        return kernels.TakeRows(means, which)(rules, logits_of, beams, places, sampled)
+        return (take or kernels.SelectionStepByTorch(rules, means, which))(logits_of, beams, places, sampled)
 
     def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
         """[G * r, V] logits of the rows of a cohort, processed."""

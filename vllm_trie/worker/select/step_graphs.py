@@ -19,8 +19,8 @@ from vllm_trie.search.devices import borrowed, numbers
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
+from vllm_trie.worker.kernels import TakeStep
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
-from vllm_trie.worker.select.by_kernels import TakeStep, select_by_kernels
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
@@ -70,11 +70,15 @@ class SelectionGraphs:
         num_bytes = BYTES_OF_LOGIT * MOST_LOGITS_OF_TORCH + MOST_BYTES_BESIDE
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def hold(self, rules: SelectRules, means: Means, logits: KernelLogits, beams: Beams) -> bool:
+    def hold(self, rules: SelectRules, means: Means, logits: KernelLogits, beams: Beams, are_kernels: bool) -> bool:
         """Whether graphs may hold such steps.
 
         They are small, and come again: whatever the host alone knows is no part of them, nor what changes with the
         length of hypotheses.
+
+        Args:
+            rules, means, logits, beams: Of the step.
+            are_kernels: Kernels take it, not torch.
         """
         knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
@@ -85,7 +89,7 @@ class SelectionGraphs:
         num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
         most_logits = MOST_LOGITS
-        if not select_by_kernels(rules, beams, values.shape[1]):
+        if not are_kernels:
             # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
             most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
         return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
@@ -115,20 +119,20 @@ class SelectionGraphs:
         torch.index_select(values, 0, logits.which, out=own_values)
         own_scores = self._scores[:num_rows].view(beams.scores.shape).copy_(beams.scores)
         if graph is None:
-            graph = self._captured(rules, logits._replace(values=own_values), Beams(own_scores), take_rows)
+            graph = self._captured(logits._replace(values=own_values), Beams(own_scores), take_rows)
         _keep_selection_graph(self._graphs, key, graph, MOST_GRAPHS)
         graph.replay()
         going, words, layout = graph.taken
         return Taken(Going(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout)
 
-    def _captured(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> SelectionGraph:
+    def _captured(self, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> SelectionGraph:
         num_rows = len(logits.which)
         sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
         with borrowed() as constants:
             which = numbers(num_rows, self._device)
             logits = logits._replace(which=which)
-            take_rows(rules, logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
-            replay, taken = self._capture(lambda: take_rows(rules, logits, beams, which, sampled))
+            take_rows(logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
+            replay, taken = self._capture(lambda: take_rows(logits, beams, which, sampled))
         return SelectionGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
 
 

@@ -14,8 +14,8 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
     MOST_TILES,
     KernelLogits,
+    KernelRowRanking,
     Wanted,
-    launch_rank_rows,
     launch_tile_maxima,
 )
 from vllm_trie.worker.launches import next_power_of_2
@@ -39,7 +39,7 @@ def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, ke
     """
     logits = KernelLogits.of(values, which)
     zeros = filled((len(which),), 0.0, values.device)
-    return launch_rank_rows(logits, launch_tile_maxima(logits), zeros, 1, Wanted(count, kept)).keys[0]
+    return KernelRowRanking(Wanted(count, kept), values.shape[1])(logits, launch_tile_maxima(logits), zeros, 1).keys[0]
 
 
 def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
