@@ -126,7 +126,8 @@ def test_flash_attention_is_checked_beside_ours(monkeypatch: pytest.MonkeyPatch,
     calls = Calls(flash_attn_varlen_func, gpu_attention.merge_in_torch)
     monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls)
     assert checked(capsys, "--only", "attention", "--fa3", "library")[0] == 0
-    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls._replace(merge=lambda merged, *_: merged.fill_(torch.nan)))
+    wrong = calls._replace(merge=lambda merged, *_: merged.fill_(torch.nan))
+    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: wrong)
     code, out = checked(capsys, "--only", "attention", "--fa3", "library")
     assert code == 1
     assert "once (plain) differs from torch" in out
