@@ -19,15 +19,15 @@ stand_in_for_vllm()
 
 from vllm_trie.catalog import Catalog  # noqa: E402
 from vllm_trie.messages import CatalogChanges, GroupStep, Resumed  # noqa: E402
-from vllm_trie.search.beams import Beams  # noqa: E402
-from vllm_trie.search.constraints.catalog import ItemRules  # noqa: E402
-from vllm_trie.search.constraints.stops import Stops  # noqa: E402
-from vllm_trie.search.filters import LogitsFilters  # noqa: E402
-from vllm_trie.search.rules import Means, SelectRules  # noqa: E402
-from vllm_trie.search.step import take_step  # noqa: E402
-from vllm_trie.search.step_result import packed  # noqa: E402
-from vllm_trie.search.strategies.best import Best  # noqa: E402
-from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
+from vllm_trie.search.beams import SearchBeams  # noqa: E402
+from vllm_trie.search.constraints.catalog import ItemConstraint  # noqa: E402
+from vllm_trie.search.constraints.stops import StopConstraints  # noqa: E402
+from vllm_trie.search.filters import SearchFilters  # noqa: E402
+from vllm_trie.search.rules import SearchInputs, SearchRules  # noqa: E402
+from vllm_trie.search.step import take_search_step  # noqa: E402
+from vllm_trie.search.step_result import pack_search_step  # noqa: E402
+from vllm_trie.search.strategies.best import BestStrategy  # noqa: E402
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy  # noqa: E402
 from vllm_trie.worker.kernels import KernelStepSizes  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
@@ -65,19 +65,19 @@ class Shape(NamedTuple):
     num_ordinary: int = 0
 
 
-def rules_of(search: str, width: int, catalog: str) -> SelectRules:
+def rules_of(search: str, width: int, catalog: str) -> SearchRules:
     """Those of a kind of search; `catalog`: a digest."""
-    plain = SelectRules(width, Best(), Stops((STOP_TOKEN_ID,)))
+    plain = SearchRules(width, BestStrategy(), StopConstraints((STOP_TOKEN_ID,)))
     others: dict[str, dict[str, Any]] = {
         "plain": {},
-        "many stop tokens": {"stops": Stops(tuple(range(STOP_TOKEN_ID, STOP_TOKEN_ID + NUM_STOPS)))},
-        'semantics="vllm"': {"strategy": Best("vllm")},
+        "many stop tokens": {"stops": StopConstraints(tuple(range(STOP_TOKEN_ID, STOP_TOKEN_ID + NUM_STOPS)))},
+        'semantics="vllm"': {"strategy": BestStrategy("vllm")},
         "controlled": {"is_controlled": True},
         "log-probabilities": {"num_logprobs": NUM_LOGPROBS},
-        "temperature and min_p": {"filters": LogitsFilters(TEMPERATURE, MIN_P)},
-        "min_p and top_p": {"filters": LogitsFilters(min_p=MIN_P, top_p=TOP_P)},
-        "along a catalog": {"constraints": (ItemRules(catalog),)},
-        "in 2 groups of beams": {"strategy": InGroups(2, DIVERSITY, None)},
+        "temperature and min_p": {"filters": SearchFilters(TEMPERATURE, MIN_P)},
+        "min_p and top_p": {"filters": SearchFilters(min_p=MIN_P, top_p=TOP_P)},
+        "along a catalog": {"constraints": (ItemConstraint(catalog),)},
+        "in 2 groups of beams": {"strategy": DiverseGroupsStrategy(2, DIVERSITY, None)},
     }
     return plain._replace(**others[search])
 
@@ -183,7 +183,7 @@ class DeviceStep:
             name, scores = str(number), -20 - SPREAD * torch.rand(1, width, generator=self._random)
             begun = first_tokens[np.arange(width) % len(first_tokens), None]
             states = self.selector.row_beams.begin(rules, Resumed(begun, scores[0].numpy()))
-            beams = Beams(scores.to(self.device), states=states)
+            beams = SearchBeams(scores.to(self.device), states=states)
             tokens = torch.zeros(width, dtype=torch.int64, device=self.device)
             self.groups[name] = GroupRows(request, [str(slot) for slot in slots], beams, tokens, slots)
             steps[name] = GroupStep(rules, selects=True, decodes=True)
@@ -275,7 +275,10 @@ class DeviceStep:
         """A step, its packing and its reorder, as a graph holds them: all uploads are done before."""
         index = torch.from_numpy(np.array([self.batch().places(group.slots) for group in self.groups.values()]))
         logits = self.logits[index.to(self.device)]
-        beams, slots = Beams.join([*self._beams.values()]), np.array([group.slots for group in self.groups.values()])
+        beams, slots = (
+            SearchBeams.join([*self._beams.values()]),
+            np.array([group.slots for group in self.groups.values()]),
+        )
         first, host = (
             np.repeat(np.arange(0, slots.size, slots.shape[1]), slots.shape[1]),
             self.num_tokens.repeat(slots.shape[1]),
@@ -294,8 +297,10 @@ class DeviceStep:
             if take is not None:
                 step, words, _ = take(of_rows, beams, which, sampled)
             else:
-                step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.launch_select_next))
-                words = packed(step)[0]
+                step = take_search_step(
+                    self.rules, logits, beams, SearchInputs(select_next=slots_kernel.launch_select_next)
+                )
+                words = pack_search_step(step)[0]
             moved = KVReorder(rows, step.parents.flatten(), host)
             reorder_kv_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
             return words

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.rank import Candidates, rank_candidates
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import search_log_probabilities
+from vllm_trie.search.rank import SearchCandidates, rank_search_candidates
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import PackedSearchStep
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv import copies, reorder
@@ -82,7 +82,7 @@ class Inputs:
         num_rows, self.shape = shape.num_rows, shape
         self.logits = torch.randn(num_groups, width, vocab_size, **on).mul_(3).bfloat16()
         self.scores = torch.randn(num_groups, width, **on).sub_(20)
-        self.rules = SelectRules(width, Best(), stops=Stops((STOP_TOKEN_ID,)))
+        self.rules = SearchRules(width, BestStrategy(), stops=StopConstraints((STOP_TOKEN_ID,)))
 
         num_columns = -(-NUM_TOKENS // BLOCK_SIZE)
         self.tokens = torch.randint(0, vocab_size, (num_rows, NUM_TOKENS + 1), dtype=torch.int32, **on)
@@ -107,14 +107,14 @@ class Inputs:
         rows = kv_rows_of_groups([slots], [[NUM_PROMPT] * shape.num_groups])
         return KVReorder.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
 
-    def rank(self) -> Candidates[torch.Tensor]:
-        return rank_candidates(log_probabilities(self.logits), self.scores, 2 * self.shape.width)
+    def rank(self) -> SearchCandidates[torch.Tensor]:
+        return rank_search_candidates(search_log_probabilities(self.logits), self.scores, 2 * self.shape.width)
 
-    def select_by_kernel(self) -> Candidates[torch.Tensor]:
+    def select_by_kernel(self) -> SearchCandidates[torch.Tensor]:
         return slots.launch_select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
-    def select_by_torch(self) -> Candidates[torch.Tensor]:
-        return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
+    def select_by_torch(self) -> SearchCandidates[torch.Tensor]:
+        return choose_next_search_beams(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def reorder_by_kernel(self) -> None:
         copies.launch_kv_reorder(self.rows, self.tokens, self.tables, self.kv_blocks.segments)
@@ -123,16 +123,19 @@ class Inputs:
         reorder.copy_kv_histories(self.moving, self.tokens, self.tables)
         reorder.copy_kv_tails(self.moving, self.tables, self.kv_blocks)
 
-    def take_by_kernels(self) -> Taken:
+    def take_by_kernels(self) -> PackedSearchStep:
         """A step, as the runner takes it."""
-        beams, logits = Beams(self.scores), KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
+        beams, logits = (
+            SearchBeams(self.scores),
+            KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops),
+        )
         take = select_by_kernels(self.rules, KernelStepSizes.of(beams, self.shape.vocab_size))
         assert take is not None
         return take(logits, beams, self.places, self.sampled)
 
     def take_by_torch(self) -> torch.Tensor:
         """The scores of the next beams."""
-        return take_step(self.rules, self.logits, Beams(self.scores)).scores
+        return take_search_step(self.rules, self.logits, SearchBeams(self.scores)).scores
 
     def all_by_kernels(self) -> None:
         """A step and its reorder."""

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 from benchmarks.device_step import DeviceStep, Shape, Sizes
 from benchmarks.gpu_kernels import device_us, host_us
-from vllm_trie.search.step_result import Step, TokenLogprobs, unpacked
+from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, unpack_search_steps
 from vllm_trie.worker import launches
 
 TOLERANCE = 1e-4  # of sums of log-probabilities in float32, which devices add up in another order
@@ -87,8 +87,8 @@ def check(step: DeviceStep, twin: DeviceStep) -> None:
     expected_words, expected_layout = twin.select()
     for words, layout in taken:
         assert layout == expected_layout
-        found = unpacked(words.cpu().numpy(), layout)
-        for own, expected in zip(found, unpacked(expected_words.numpy(), expected_layout), strict=True):
+        found = unpack_search_steps(words.cpu().numpy(), layout)
+        for own, expected in zip(found, unpack_search_steps(expected_words.numpy(), expected_layout), strict=True):
             check_same(own, expected)
     if step.selector.graphs is not None:
         check_other_logits(step)
@@ -113,7 +113,7 @@ def check_other_logits(step: DeviceStep) -> None:
         step.select()
 
 
-def check_same(found: Step[np.ndarray], expected: Step[np.ndarray]) -> None:
+def check_same(found: SearchStepResult[np.ndarray], expected: SearchStepResult[np.ndarray]) -> None:
     """Raise AssertionError where two steps of a group differ by more than the order of sums."""
     _check_beams("beams", found, expected)
     _check_beams("finished hypotheses", found.finished, expected.finished)
@@ -125,7 +125,7 @@ def check_same(found: Step[np.ndarray], expected: Step[np.ndarray]) -> None:
         assert (own is None) == (theirs is None)
         if own is not None and theirs is not None:
             np.testing.assert_allclose(np.sort(own.logprobs), np.sort(theirs.logprobs), atol=TOLERANCE, rtol=0)
-            if not isinstance(own, TokenLogprobs):
+            if not isinstance(own, SearchTokenLogprobs):
                 for of_row in zip(own.tokens, own.logprobs, theirs.tokens, theirs.logprobs, strict=True):
                     scored = [dict(zip(*of_row[at : at + 2], strict=True)) for at in (0, 2)]
                     _check_scores("reported tokens", *scored)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language
 
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import uploaded_for_search
 
 PACKAGE = "vllm"
 
@@ -31,7 +31,7 @@ def async_tensor_h2d(
     assert device is not None
     assert out is None
     on_host = torch.from_numpy(data) if isinstance(data, np.ndarray) else torch.as_tensor(data)
-    return uploaded(on_host.to(dtype or on_host.dtype).contiguous().numpy(), device)
+    return uploaded_for_search(on_host.to(dtype or on_host.dtype).contiguous().numpy(), device)
 
 
 _REAL: dict[str, dict[str, Any]] = {  # what must do something

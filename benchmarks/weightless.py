@@ -28,10 +28,10 @@ import vllm_trie
 from benchmarks import device_bytes
 from vllm_trie.messages import GroupStep
 from vllm_trie.search import gumbel, sampling
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemTrie
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.stop_strings import StopStrings
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintTrie
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.stop_strings import SearchStopStrings
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.reorder import Tables
@@ -118,13 +118,13 @@ def kernels_noted() -> Iterator[dict[str, Launches]]:
             stack.enter_context(patch.object(module, name, noted[name]))
         stack.enter_context(patch.object(launches, "worker_runs_kernels_on", lambda _: True))
         for drawing in (gumbel, sampling):  # there are no generators without content
-            stack.enter_context(patch.object(drawing, "on_device", lambda *_: None))
+            stack.enter_context(patch.object(drawing, "search_generator_on_device", lambda *_: None))
         yield noted
 
 
-def stop_strings(strings: Sequence[str], *_: bool) -> StopStrings:
+def stop_strings(strings: Sequence[str], *_: bool) -> SearchStopStrings:
     """In texts of letters, whatever the tokens."""
-    return StopStrings(strings, lambda tokens: "a" * len(tokens), MOST_TOKENS)
+    return SearchStopStrings(strings, lambda tokens: "a" * len(tokens), MOST_TOKENS)
 
 
 def nowhere(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -227,7 +227,7 @@ class WeightlessStep:
 
     def __init__(
         self,
-        rules: SelectRules,
+        rules: SearchRules,
         num_groups: int,
         vocab_size: int,
         num_ordinary: int = 0,
@@ -245,12 +245,12 @@ class WeightlessStep:
         self.groups: dict[str, GroupRows] = {}
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
         for number, own in enumerate(self.slots[:, num_ordinary:]):
-            beams = Beams(nowhere(1, width, dtype=torch.float32))
+            beams = SearchBeams(nowhere(1, width, dtype=torch.float32))
             self.groups[str(number)] = GroupRows(request, [str(slot) for slot in own], beams, nowhere(width))
 
         catalogs, num_nodes = RowCatalogs(NOWHERE), 40
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
-        catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
+        catalogs.tries[CATALOG] = ConstraintTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of_rows", lambda _: stop_strings):
             self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_measured_together(vocab_size))
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from benchmarks.weightless import BLOCK_SIZES, LENGTH, PROMPT, WeightlessStep, batch_of, nowhere
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import SearchRules
 from vllm_trie.speculation.worker import draft_model
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
@@ -44,7 +44,7 @@ class WeightlessForest(WeightlessStep):
         depth: Layers of a forest.
     """
 
-    def __init__(self, rules: SelectRules, num_groups: int, vocab_size: int, num_layers: int, depth: int) -> None:
+    def __init__(self, rules: SearchRules, num_groups: int, vocab_size: int, num_layers: int, depth: int) -> None:
         super().__init__(rules, num_groups, vocab_size)
         self.depth, self.vocab_size = depth, vocab_size
         runner, states = self.runner, self.runner.req_states

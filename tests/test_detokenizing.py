@@ -18,7 +18,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from tests.support.engine import TRAINED_TARGET
 from tests.support.tokenizers import word_pieces
 from vllm_trie.detokenizing import detokenizing_function
-from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, StopStrings, context_of, text_after
+from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, SearchStopStrings, search_text_after, search_text_context
 
 WORDS = ["a", "b", ".", ",", "'", "n't", "'s", "##b", "##.", "?", "!"]
 
@@ -56,8 +56,8 @@ def test_text_is_what_vllm_writes(kind: str, seed: int, skips_special_tokens: bo
     choose.shuffle(generated)
     params = SamplingParams(skip_special_tokens=skips_special_tokens, spaces_between_special_tokens=has_spaces)
     decode = detokenizing_function(tokenizer, skips_special_tokens, has_spaces)
-    context, before = context_of(prompt, decode)
-    text = text_after(before, decode([*context, *generated]))
+    context, before = search_text_context(prompt, decode)
+    text = search_text_after(before, decode([*context, *generated]))
     if INCOMPLETE not in before + text:  # of what is no text, vLLM's streams write what depends on where they began
         assert written(tokenizer, prompt, generated, params) == text
 
@@ -70,7 +70,7 @@ def test_a_stop_string_with_a_space_before_punctuation_ends_where_vllm_finds_it(
     request: Any = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=SamplingParams(stop=[stop]))
     answer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     assert answer.update(generated, False) == stop
-    of_search = StopStrings([stop], detokenizing_function(tokenizer, True), len(tokenizer))
+    of_search = SearchStopStrings([stop], detokenizing_function(tokenizer, True), len(tokenizer))
     for place, token in enumerate(generated):
         end = of_search.end_of(prompt[-CONTEXT:], generated[:place])
         assert of_search.is_completed_by(token, end) == (place + 1 == len(answer.output_token_ids))

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from vllm_trie.search.stop_strings import text_after
+from vllm_trie.search.stop_strings import search_text_after
 
 Decode = Callable[[list[int]], str]
 
@@ -45,9 +45,9 @@ def _detokenizing_without_spaces(decode: Decode, added: dict[int, str], tokens: 
     text, start = "", 0
     for place in range(1, len(tokens)):
         if tokens[place] in added and tokens[place - 1] in added:
-            text += text_after(decode(tokens[:start]), decode(tokens[:place])) + added[tokens[place]]
+            text += search_text_after(decode(tokens[:start]), decode(tokens[:place])) + added[tokens[place]]
             start = place + 1
-    return text + text_after(decode(tokens[:start]), decode(tokens))
+    return text + search_text_after(decode(tokens[:start]), decode(tokens))
 
 
 class _DetokenizingSlowly:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import SearchStepResult
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -116,7 +116,7 @@ class SpeculationBudget(LookaheadBlocks):
     """What this step leaves over for a group to speculate with."""
 
     draft_width: int  # drafts of a layer
-    rules: list[SelectRules]  # of the steps after the first
+    rules: list[SearchRules]  # of the steps after the first
 
 
 class Resumed(NamedTuple):
@@ -138,7 +138,7 @@ class NewRows(NamedTuple):
 class GroupStep:
     """What the worker must know about one beam group in one step."""
 
-    rules: SelectRules
+    rules: SearchRules
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
@@ -185,7 +185,7 @@ CANNOT_DRAFT = DraftedMessage(0, 0, -1, 0.0, [0])  # nor ever will: attention ta
 class DecidedMessage(NamedTuple):
     """What a group's search decided in one step of the engine: one step of its own, or several."""
 
-    steps: list[Step]
+    steps: list[SearchStepResult]
     drafted: DraftedMessage = NOT_DRAFTED  # if it did not speculate
 
     def as_arrays(self) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.options.matrix import FIELDS, refuse_options
 from vllm_trie.options.request import OPTIONS, SearchParams
-from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.filters import SearchFilters
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -35,9 +35,9 @@ def sampling_params_control_logits(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or any(getattr(params, name) for name in _CONTROLS)
 
 
-def sampling_params_filters(params: SamplingParams) -> LogitsFilters:
+def sampling_params_filters(params: SamplingParams) -> SearchFilters:
     """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
-    return LogitsFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
+    return SearchFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
 
 
 def sampling_params_have_grammar(params: SamplingParams) -> bool:

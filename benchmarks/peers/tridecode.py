@@ -19,13 +19,13 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Step, packed, unpacked
-from vllm_trie.search.stopping import Ended, TridecodePool
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.stopping import EndedSearchHypotheses, TridecodeSearchPool
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 PAPERS_INTERVAL = 15  # steps
@@ -138,7 +138,11 @@ class PublishedTrieSearch:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens, {width=} and {max_new_tokens=} must be at least 1 each"
             )
-        trie, hypotheses, pool = FlatTrie(self._model), HypothesisTrie(), TridecodePool(width, 1.0, max_new_tokens)
+        trie, hypotheses, pool = (
+            FlatTrie(self._model),
+            HypothesisTrie(),
+            TridecodeSearchPool(width, 1.0, max_new_tokens),
+        )
         logits, scores = trie.begin(prompt), np.zeros(1, dtype=np.float32)
         nodes, reclaim_seconds, times = list[int](), list[float](), list[float]()
         for length in range(1, max_new_tokens + 1):
@@ -168,17 +172,21 @@ class PublishedTrieSearch:
 
 def choose(
     logits: torch.Tensor, scores: np.ndarray, eos_token_id: int | None, width: int, is_last: bool
-) -> Step[np.ndarray]:
+) -> SearchStepResult[np.ndarray]:
     """The next beams, and those that finish. `logits`: [b, V], `scores`: [b]."""
-    stops = Stops(() if eos_token_id is None else (eos_token_id,))
-    rules = SelectRules(width, Best("tridecode"), stops, is_last=is_last)
-    beams = Beams(torch.from_numpy(scores).to(logits.device)[None])
-    on_device, layout = packed(take_step(rules, logits[None], beams))
-    (step,) = unpacked(on_device.cpu().numpy(), layout)
+    stops = StopConstraints(() if eos_token_id is None else (eos_token_id,))
+    rules = SearchRules(width, BestStrategy("tridecode"), stops, is_last=is_last)
+    beams = SearchBeams(torch.from_numpy(scores).to(logits.device)[None])
+    on_device, layout = pack_search_step(take_search_step(rules, logits[None], beams))
+    (step,) = unpack_search_steps(on_device.cpu().numpy(), layout)
     return step
 
 
-def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
+def keep_finished(
+    step: SearchStepResult[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodeSearchPool, length: int
+) -> None:
     """Offer the pool what ends in this step, and forget what it has no place for."""
     parents, tokens, scores = step.finished
-    hypotheses.drop(pool.add(Ended.of(scores, tokens, hypotheses.finish(*step.finished), parents), length))
+    hypotheses.drop(
+        pool.add(EndedSearchHypotheses.of(scores, tokens, hypotheses.finish(*step.finished), parents), length)
+    )

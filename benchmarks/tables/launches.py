@@ -25,26 +25,26 @@ FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fi
 
 def _rules(width: int) -> dict[str, Any]:
     from benchmarks.weightless import CATALOG
-    from vllm_trie.search.constraints.catalog import ItemRules
-    from vllm_trie.search.constraints.stops import Stops
-    from vllm_trie.search.filters import LogitsFilters
-    from vllm_trie.search.rules import SelectRules
-    from vllm_trie.search.strategies.best import Best
-    from vllm_trie.search.strategies.drawn import Drawn
-    from vllm_trie.search.strategies.in_groups import InGroups
+    from vllm_trie.search.constraints.catalog import ItemConstraint
+    from vllm_trie.search.constraints.stops import StopConstraints
+    from vllm_trie.search.filters import SearchFilters
+    from vllm_trie.search.rules import SearchRules
+    from vllm_trie.search.strategies.best import BestStrategy
+    from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+    from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 
-    plain = SelectRules(width, Best(), Stops(STOP_TOKEN_IDS))
+    plain = SearchRules(width, BestStrategy(), StopConstraints(STOP_TOKEN_IDS))
     return {
         PLAIN: plain,
-        'semantics="vllm"': plain._replace(strategy=Best("vllm")),
+        'semantics="vllm"': plain._replace(strategy=BestStrategy("vllm")),
         "controlled": plain._replace(is_controlled=True),
         "log-probabilities": plain._replace(num_logprobs=NUM_LOGPROBS),
-        "temperature and min_p": plain._replace(filters=LogitsFilters(TEMPERATURE, MIN_P)),
-        "min_p and top_p": plain._replace(filters=LogitsFilters(min_p=MIN_P, top_p=TOP_P)),
-        "stop strings": plain._replace(stops=Stops(STOP_TOKEN_IDS, STOP_STRINGS)),
-        "along a catalog": plain._replace(constraints=(ItemRules(CATALOG),)),
-        "in 2 groups of beams": plain._replace(strategy=InGroups(2, DIVERSITY, None)),
-        "drawn beams": plain._replace(strategy=Drawn(False, 1, None, False)),
+        "temperature and min_p": plain._replace(filters=SearchFilters(TEMPERATURE, MIN_P)),
+        "min_p and top_p": plain._replace(filters=SearchFilters(min_p=MIN_P, top_p=TOP_P)),
+        "stop strings": plain._replace(stops=StopConstraints(STOP_TOKEN_IDS, STOP_STRINGS)),
+        "along a catalog": plain._replace(constraints=(ItemConstraint(CATALOG),)),
+        "in 2 groups of beams": plain._replace(strategy=DiverseGroupsStrategy(2, DIVERSITY, None)),
+        "drawn beams": plain._replace(strategy=JointSamplingStrategy(False, 1, None, False)),
     }
 
 

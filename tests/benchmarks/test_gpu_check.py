@@ -23,7 +23,7 @@ from benchmarks import gpu_attention, gpu_check, gpu_engines, gpu_searches, gpu_
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
-from vllm_trie.search.step_result import Taken
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker.attention.prefix_suffix import Calls
 from vllm_trie.worker.kernels import best
 from vllm_trie.worker.kv import copies
@@ -193,7 +193,7 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
 class TakenOnce(TakenAgain):
     """A graph that goes on to decide what it decided when it was replayed first."""
 
-    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
+    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
         replay, taken = super().__call__(run)
         return cache(replay), taken
 

@@ -16,7 +16,7 @@ from benchmarks.device_bytes import LOGITS_READ, of_kernel
 from benchmarks.launch_counter import LaunchCounter
 from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, counted_forest
 from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import uploaded_for_search
 
 MOST_LAUNCHES = {  # they may only fall
     **dict.fromkeys(
@@ -154,7 +154,7 @@ def test_operations_copies_and_waits_are_told_apart() -> None:
         torch.from_numpy(on_host) + 1
     assert (counter.operations, counter.copies, counter.waits) == ([], 0, 0)
     with LaunchCounter() as counter:
-        on_device + uploaded(on_host, NOWHERE)
+        on_device + uploaded_for_search(on_host, NOWHERE)
         on_device.int()
     assert (counter.operations, counter.copies, counter.waits) == (["add", "_to_copy"], 1, 0)
 

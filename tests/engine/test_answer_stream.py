@@ -22,8 +22,8 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams
-from vllm_trie.search.rules import Means
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.rules import SearchInputs
+from vllm_trie.search.step_result import SearchStepResult
 
 VOCAB, EOS = 6, 1
 NUM_SEARCHES = int(os.environ.get("STREAM_SEARCHES", 150))
@@ -64,14 +64,14 @@ def group_of(options: dict[str, Any], fields: dict[str, Any], streams: bool) -> 
     return new_group(request, BeamParams(**options), GroupTicketMessage(1, EOS), 512, False)
 
 
-def next_step(group: BeamGroup, seed: int, sureness: float) -> Step:
+def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
     """By a model that is a table of random logits, one for each history."""
     trie, rules, draw = group.hypotheses, group.next_rules(), group.next_draw()
     histories = trie.histories().tolist()
     rows = [np.random.default_rng([seed, *history]).normal(0, sureness, VOCAB) for history in histories]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
     logits = torch.tensor(np.stack(rows), dtype=torch.float32)[None]
-    (step,) = steps_of(rules, logits, scores[None], means=Means([draw] if draw else []))
+    (step,) = steps_of(rules, logits, scores[None], means=SearchInputs([draw] if draw else []))
     return step
 
 
@@ -153,7 +153,7 @@ def test_a_search_that_begins_anew_sends_nothing_twice() -> None:
         nonlocal num_resent
         options, fields, seed, sureness = asked
         plain, streamed = (group_of(options, fields, streams) for streams in (False, True))
-        steps: list[Step] = []
+        steps: list[SearchStepResult] = []
         is_over = False
         while not is_over:
             steps.append(next_step(plain, seed, sureness))

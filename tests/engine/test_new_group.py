@@ -19,9 +19,9 @@ from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import engine_answer_output
 from vllm_trie.messages import HYPOTHESES, GroupTicketMessage
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.step import draft_logprobs
+from vllm_trie.search.step import search_logprobs_of_draft
 
 EOS, OTHER_EOS, STOP = 1, 3, 4
 MIN_TOKENS, MAX_TOKENS = 3, 6
@@ -77,8 +77,10 @@ def test_min_tokens_bars_every_eos_ignored_or_not(options: dict[str, Any], ignor
 
 def test_drafts_leave_out_what_min_tokens_bars() -> None:
     group = group_of({}, min_tokens=MIN_TOKENS, ignore_eos=True, stop_token_ids=[STOP])
-    beams = Beams(torch.zeros(1, 1))
-    before, after = (draft_logprobs(group.next_rules(ahead), torch.zeros(1, 1, 6), beams) for ahead in (0, MIN_TOKENS))
+    beams = SearchBeams(torch.zeros(1, 1))
+    before, after = (
+        search_logprobs_of_draft(group.next_rules(ahead), torch.zeros(1, 1, 6), beams) for ahead in (0, MIN_TOKENS)
+    )
     assert (before == NEVER).nonzero()[:, 2].tolist() == [EOS, OTHER_EOS, STOP]
     assert (after == NEVER).nonzero()[:, 2].tolist() == [STOP]
 

@@ -11,10 +11,10 @@ from tests.support.steps import rules_of
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_prefixes import mark_new_group_prefixes
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.constraints.contrast import Contrast
+from vllm_trie.search.constraints.contrast import ContrastConstraint
 
 BLOCK_SIZE = 16
-PLAIN, CONTRAST = rules_of(2), rules_of(2, constraints=(Contrast(0.1, 0.5),))
+PLAIN, CONTRAST = rules_of(2), rules_of(2, constraints=(ContrastConstraint(0.1, 0.5),))
 
 
 class Row(SimpleNamespace):

@@ -15,7 +15,7 @@ from vllm_trie.entrypoints.requests.limits import BlocksNeeded, RequestLimits, v
 from vllm_trie.options import BeamParams, EngineOptions, parse_options
 from vllm_trie.options.resolve import resolve_options
 from vllm_trie.sampling_params import sampling_params_control_logits, sampling_params_filters, sampling_params_stops
-from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.filters import SearchFilters
 
 LIMITS = RequestLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=1000)
 
@@ -180,11 +180,11 @@ def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: 
 def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f'{field}={value} is not supported together with semantics="vllm"'):
         beam_params(2, semantics="vllm", **{field: value})
-    assert sampling_params_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
+    assert sampling_params_filters(beam_params(2, **{field: value})) == SearchFilters(**{field: value})
 
 
 def test_no_temperature_and_no_limit_are_no_filters() -> None:
-    assert sampling_params_filters(SamplingParams(temperature=0.0, top_k=-1)) == LogitsFilters()
+    assert sampling_params_filters(SamplingParams(temperature=0.0, top_k=-1)) == SearchFilters()
 
 
 def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:

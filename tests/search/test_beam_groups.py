@@ -10,28 +10,28 @@ import torch
 
 from tests.support.items import along_of
 from tests.support.steps import rules_of, shortcuts, steps_of
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import NOT_STARTED, AlongItems, ItemRules
-from vllm_trie.search.constraints.stops import Completes
-from vllm_trie.search.group_pools import GroupPools
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Means
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Step
-from vllm_trie.search.stopping import Ended, HfPool
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import NOT_STARTED, ConstraintAlongItems, ItemConstraint
+from vllm_trie.search.constraints.stops import StopStringConstraint
+from vllm_trie.search.group_pools import SearchGroupPools
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchInputs
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult
+from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 
 NUM_SEARCHES, NUM_GROUPS, WIDTH, VOCAB = 3, 2, 3, 11
 STOPS = (1, 4)
 
 
-def completing(first: int) -> Completes:
+def completing(first: int) -> StopStringConstraint:
     """Some continuations of slots, which are counted from `first` on, complete a stop string."""
-    return Completes(lambda parents, tokens, _: (parents + tokens) % 4 == 0).of_rows(first)
+    return StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 4 == 0).of_rows(first)
 
 
-def continued(step: Step[np.ndarray], first: int) -> list[list[tuple[int, int, float]]]:
+def continued(step: SearchStepResult[np.ndarray], first: int) -> list[list[tuple[int, int, float]]]:
     """What goes on and what finishes, with parents counted from slot `first` on."""
     both = (step.parents, step.tokens, step.scores), step.finished
     return [[(p + first, t, s) for p, t, s in zip(*map(np.ndarray.tolist, fields), strict=True)] for fields in both]
@@ -44,15 +44,15 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
     logits = torch.randn(NUM_SEARCHES, NUM_GROUPS * WIDTH, VOCAB, generator=seeded)
     scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
     rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS, num_logprobs=num_logprobs)
-    rules = rules._replace(strategy=InGroups(NUM_GROUPS, 0.0, None))
-    together = steps_of(rules, logits, scores, means=Means(completes=completing(0) if has_strings else None))
+    rules = rules._replace(strategy=DiverseGroupsStrategy(NUM_GROUPS, 0.0, None))
+    together = steps_of(rules, logits, scores, means=SearchInputs(completes=completing(0) if has_strings else None))
     for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
-        of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=Best())
-        means = Means(completes=completing(first) if has_strings else None)
+        of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=BestStrategy())
+        means = SearchInputs(completes=completing(first) if has_strings else None)
         alone = steps_of(own, logits[:, of_group], scores[:, of_group], means=means)
         for step, one in zip(together, alone, strict=True):
             ended = step.finished.parents // WIDTH == first // WIDTH
-            finished = Candidates(*(field[ended] for field in step.finished))
+            finished = SearchCandidates(*(field[ended] for field in step.finished))
             part = step._replace(
                 parents=step.parents[of_group], tokens=step.tokens[of_group], scores=step.scores[of_group]
             )
@@ -65,32 +65,34 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
 
 PREFIX_FREE = [(2, 3, 5), (2, 5, 6), (2, 5, 7), (3, 2), (3, 7, 8), (5, 2, 2), (5, 2, 6)]
 ALONG = {
-    "items": along_of([(2,), (2, 3), *PREFIX_FREE], ItemRules(""), STOPS),
-    "items and a stop": along_of([(2,), (2, 3), *PREFIX_FREE], ItemRules("", ends_with_stop=True), STOPS),
-    "two items": along_of(PREFIX_FREE, ItemRules("", 2), STOPS),
-    "items after a token": along_of(PREFIX_FREE, ItemRules("", after=9, renormalizes=True), STOPS),
+    "items": along_of([(2,), (2, 3), *PREFIX_FREE], ItemConstraint(""), STOPS),
+    "items and a stop": along_of([(2,), (2, 3), *PREFIX_FREE], ItemConstraint("", ends_with_stop=True), STOPS),
+    "two items": along_of(PREFIX_FREE, ItemConstraint("", 2), STOPS),
+    "items after a token": along_of(PREFIX_FREE, ItemConstraint("", after=9, renormalizes=True), STOPS),
 }
 
 
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("along", ALONG.values(), ids=ALONG)
-def test_groups_without_a_penalty_go_along_a_catalog_as_searches_of_their_own(along: AlongItems, looks: bool) -> None:
+def test_groups_without_a_penalty_go_along_a_catalog_as_searches_of_their_own(
+    along: ConstraintAlongItems, looks: bool
+) -> None:
     seeded = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_SEARCHES, NUM_GROUPS * WIDTH, VOCAB, generator=seeded)
     scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
     first_state = NOT_STARTED if along.rules.after is not None else 0
     states = torch.randint(first_state, along.rules.num_items * along.trie.num_nodes, scores.shape, generator=seeded)
-    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS)._replace(strategy=InGroups(NUM_GROUPS, 0.0, None))
+    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS)._replace(strategy=DiverseGroupsStrategy(NUM_GROUPS, 0.0, None))
     with shortcuts(looks):
-        before = Beams(scores, states={along: states})
-        together = take_step(rules, logits, before)
+        before = SearchBeams(scores, states={along: states})
+        together = take_search_step(rules, logits, before)
         for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
-            of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=Best())
-            alone = take_step(own, logits[:, of_group], before.rows(of_group))
+            of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=BestStrategy())
+            alone = take_search_step(own, logits[:, of_group], before.rows(of_group))
             assert (together.parents[:, of_group] == alone.parents + first).all()
             assert (together.tokens[:, of_group] == alone.tokens).all()
             assert (together.scores[:, of_group] == alone.scores).all()
-            own, of_alone = (before.after(Going.of(step)).states[along] for step in (together, alone))
+            own, of_alone = (before.after(NextSearchBeams.of(step)).states[along] for step in (together, alone))
             assert (own[:, of_group] == of_alone).all()
             is_own = together.finished.parents // WIDTH == first // WIDTH
             for field, of_alone in zip(together.finished, alone.finished, strict=True):
@@ -105,8 +107,8 @@ def test_each_beam_before_takes_a_penalty_off_its_token(
 ) -> None:
     """Of the prompt's four continuations the first group takes the best two, the second group all but the worst two."""
     logits, penalty = torch.tensor([[[3.0, 2.9, 2.8, 2.7]]]), 0.25
-    rules = rules_of(4, strategy=InGroups(2, penalty, padding, done))
-    along = along_of([(first, 0) for first in range(4)], ItemRules(""))
+    rules = rules_of(4, strategy=DiverseGroupsStrategy(2, penalty, padding, done))
+    along = along_of([(first, 0) for first in range(4)], ItemConstraint(""))
     under = [(along, along.begin(1, logits.device))] if goes_along else []
     (step,) = steps_of(rules, logits, torch.zeros(1, 1), *under)
     logprobs = logits[0, 0].log_softmax(-1)
@@ -124,21 +126,24 @@ def test_each_beam_before_takes_a_penalty_off_its_token(
 # Pools.
 
 
-def pools(early_stopping: bool = False, items_end: bool = False) -> GroupPools:
-    return GroupPools([HfPool(2, 0.0, 3, early_stopping) for _ in range(2)], None if items_end else (1,))
+def pools(early_stopping: bool = False, items_end: bool = False) -> SearchGroupPools:
+    return SearchGroupPools([HfSearchPool(2, 0.0, 3, early_stopping) for _ in range(2)], None if items_end else (1,))
 
 
-def advanced(found: GroupPools, *step: Any) -> tuple[list[int], bool]:
+def advanced(found: SearchGroupPools, *step: Any) -> tuple[list[int], bool]:
     outdone, is_over = found.advance(*step)
     return outdone.tolist(), is_over
 
 
 def test_a_group_that_is_done_takes_in_nothing_more() -> None:
     found = pools()
-    ended, running = Ended.of([-1.0, -1.0], [1, 1], [10, 11], [0, 1]), np.array([-3.0, -4.0, -0.5, -0.6])
+    ended, running = (
+        EndedSearchHypotheses.of([-1.0, -1.0], [1, 1], [10, 11], [0, 1]),
+        np.array([-3.0, -4.0, -0.5, -0.6]),
+    )
     assert advanced(found, ended, running, 1) == ([], False)
     assert found.done == (0,)
-    outdone, is_over = found.advance(Ended.of([-0.1, -0.7], [1, 1], [12, 13], [0, 2]), running, 2)
+    outdone, is_over = found.advance(EndedSearchHypotheses.of([-0.1, -0.7], [1, 1], [12, 13], [0, 2]), running, 2)
     assert outdone.tolist() == [12]
     assert not is_over
     assert found.best(4).leaves.tolist() == [13, 10, 11]
@@ -146,17 +151,20 @@ def test_a_group_that_is_done_takes_in_nothing_more() -> None:
 
 def test_a_group_goes_on_while_a_candidate_that_stops_is_better_than_its_worst() -> None:
     found = pools()
-    assert advanced(found, Ended.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 1) == ([], False)
+    assert advanced(found, EndedSearchHypotheses.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 1) == (
+        [],
+        False,
+    )
     assert found.done == ()
-    found.advance(Ended.of([-0.5], [1], [11], [0]), np.array([-9.0, -9.0, -1.0, -1.0]), 2)
+    found.advance(EndedSearchHypotheses.of([-0.5], [1], [11], [0]), np.array([-9.0, -9.0, -1.0, -1.0]), 2)
     assert found.done == (), "the best candidate, -0.5, beats -1.0"
 
 
 @pytest.mark.parametrize(("early_stopping", "leaves"), [(True, [10, 11, 14]), (False, [12, 10, 14])])
 def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping: bool, leaves: list[int]) -> None:
     found = pools(early_stopping)
-    found.advance(Ended.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 2)
-    ended = Ended.of([-0.5, -2.0, -3.0], [7, 1, 7], [12, 11, 14], [0, 1, 3])
+    found.advance(EndedSearchHypotheses.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 2)
+    ended = EndedSearchHypotheses.of([-0.5, -2.0, -3.0], [7, 1, 7], [12, 11, 14], [0, 1, 3])
     outdone, _ = found.advance(ended, np.array([-0.5, -5.0, -3.0, -4.0]), 3)
     assert found.best(4).leaves.tolist() == leaves
     assert {*outdone.tolist()} == {10, 11, 12} - {*leaves}
@@ -164,17 +172,21 @@ def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping:
 
 def test_beams_of_a_group_that_is_done_are_no_hypotheses_of_a_search_that_ends_early() -> None:
     found = pools(early_stopping=True)
-    found.advance(Ended.of([-1.0, -1.5], [1, 1], [10, 11], [0, 0]), np.array([-0.1, -0.2, -1.2, -3.0]), 1)
+    found.advance(
+        EndedSearchHypotheses.of([-1.0, -1.5], [1, 1], [10, 11], [0, 0]), np.array([-0.1, -0.2, -1.2, -3.0]), 1
+    )
     assert found.done == (0,)
-    running = Ended.of([-0.1, -0.2, -1.2, -3.0], [7, 7, 7, 7], [20, 21, 22, 23], [0, 1, 2, 3])
+    running = EndedSearchHypotheses.of([-0.1, -0.2, -1.2, -3.0], [7, 7, 7, 7], [20, 21, 22, 23], [0, 1, 2, 3])
     assert found.best_so_far(4, running, 1).leaves.tolist() == [10, 22, 11, 23]
 
 
 def test_an_item_that_ends_with_the_length_counts_before_its_group_is_done() -> None:
     found = pools(items_end=True)
-    found.advance(Ended.of([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2)
+    found.advance(
+        EndedSearchHypotheses.of([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2
+    )
     none_runs = np.full(4, -np.inf)
-    outdone, is_over = found.advance(Ended.of([-0.5], [7], [12], [0]), none_runs, 3)
+    outdone, is_over = found.advance(EndedSearchHypotheses.of([-0.5], [7], [12], [0]), none_runs, 3)
     assert outdone.tolist() == [11]
     assert found.best(4).leaves.tolist() == [12, 10]
     assert is_over
@@ -183,5 +195,5 @@ def test_an_item_that_ends_with_the_length_counts_before_its_group_is_done() -> 
 def test_a_search_is_over_when_every_group_is_done_or_has_no_beam() -> None:
     found = pools(early_stopping=True)
     running = np.array([-3.0, -4.0, -np.inf, -np.inf])
-    assert advanced(found, Ended.of([], [], [], []), running, 1) == ([], False)
-    assert advanced(found, Ended.of([-1.0, -2.0], [1, 1], [10, 11], [0, 1]), running, 2) == ([], True)
+    assert advanced(found, EndedSearchHypotheses.of([], [], [], []), running, 1) == ([], False)
+    assert advanced(found, EndedSearchHypotheses.of([-1.0, -2.0], [1, 1], [10, 11], [0, 1]), running, 2) == ([], True)

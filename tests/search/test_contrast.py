@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.contrast import contrasted_scores, difference_scores
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.contrast import Contrast
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.stopping import Ended, HfPool
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.contrast import ContrastConstraint
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool
+from vllm_trie.search.strategies.best import BestStrategy
 
 VOCAB, STOP = 7, 1
 seed, width = st.integers(0, 2**31), st.integers(1, 5)
@@ -35,12 +35,12 @@ def random_logprobs(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]
 def test_each_step_keeps_what_counts_most_and_reports_the_expert_alone(
     seed: int, width: int, alpha: float, beta: float, is_last: bool
 ) -> None:
-    key = Contrast(alpha, beta)
-    rules = SelectRules(width, Best(), Stops((STOP,)), constraints=(key,), is_last=is_last)
+    key = ContrastConstraint(alpha, beta)
+    rules = SearchRules(width, BestStrategy(), StopConstraints((STOP,)), constraints=(key,), is_last=is_last)
     expert, amateur = random_logprobs(seed, 1, width)
     scores, compete_by = -5 * torch.rand(2, 1, width, generator=torch.Generator().manual_seed(seed))
     compete_by += 4  # which may well be above 0
-    step = take_step(rules, expert, Beams(scores, compete_by, {key: amateur}))
+    step = take_search_step(rules, expert, SearchBeams(scores, compete_by, {key: amateur}))
 
     expected = [
         (compete_by[0, row].item() + gain, scores[0, row].item() + expert[0, row, token].item(), row, token)
@@ -74,7 +74,7 @@ def test_the_difference_of_log_probabilities_is_the_limit_of_large_beta(seed: in
     """Beams compete alike if all scores are divided by beta; the expert's share of them vanishes."""
     expert, amateur = random_logprobs(seed)
     for beta in (10.0, 100.0, 1000.0):
-        key = Contrast(alpha, beta)
+        key = ContrastConstraint(alpha, beta)
         scores = key.narrow(expert, amateur) + key.boosts(amateur, expert, is_end=False)
         theirs = torch.tensor(difference_scores(expert.tolist(), amateur.tolist(), alpha))
         assert torch.equal(scores == -inf, theirs == -inf)
@@ -87,19 +87,21 @@ def test_the_difference_of_log_probabilities_is_the_limit_of_large_beta(seed: in
 @settings(max_examples=50)
 def test_nothing_contrasted_is_the_filter_min_p(seed: int, width: int) -> None:
     expert, amateur = random_logprobs(seed, 1, width)
-    scores, key = torch.zeros(1, width), Contrast(0.1, 0.0)
-    plain = SelectRules(width, Best(), filters=LogitsFilters(min_p=0.1))
-    expected = take_step(plain, expert, Beams(scores))
-    found = take_step(SelectRules(width, Best(), constraints=(key,)), expert, Beams(scores, states={key: amateur}))
+    scores, key = torch.zeros(1, width), ContrastConstraint(0.1, 0.0)
+    plain = SearchRules(width, BestStrategy(), filters=SearchFilters(min_p=0.1))
+    expected = take_search_step(plain, expert, SearchBeams(scores))
+    found = take_search_step(
+        SearchRules(width, BestStrategy(), constraints=(key,)), expert, SearchBeams(scores, states={key: amateur})
+    )
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.parents, expected.parents)
     assert found.scores == pytest.approx(expected.scores)
 
 
 def test_no_bound_ends_a_search_whose_sums_may_rise_without_one() -> None:
-    pool = HfPool(1, 1.0, 10, "never")
-    pool.most_boost = Contrast(0.1, 0.5).most_boost
-    pool.add(Ended.of([5.0], [STOP], [0], [0]), 3)
+    pool = HfSearchPool(1, 1.0, 10, "never")
+    pool.most_boost = ContrastConstraint(0.1, 0.5).most_boost
+    pool.add(EndedSearchHypotheses.of([5.0], [STOP], [0], [0]), 3)
     assert not pool.is_done(-100.0, 4)
     assert not pool.is_decided(-100.0, 4)
     assert pool.is_done(-100.0, 10)

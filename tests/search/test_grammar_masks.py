@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.steps import rules_of, shortcuts, steps_of
-from vllm_trie.search.constraints.grammar import Grammar, unpacked_mask
-from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.grammar import GrammarConstraint, unpacked_constraint_mask
+from vllm_trie.search.constraints.ngrams import NGramConstraint
 
 NEVER = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE, WIDTH = 3, 4, 77, 4  # no whole number of words
@@ -39,7 +39,7 @@ def test_a_mask_has_the_lowest_token_in_the_lowest_bit(may_come: torch.Tensor, l
     ]
     bits = torch.tensor(words).to(torch.int32)[None]
     with shortcuts(looks):
-        assert torch.equal(unpacked_mask(bits, VOCAB_SIZE), may_come[:1])
+        assert torch.equal(unpacked_constraint_mask(bits, VOCAB_SIZE), may_come[:1])
 
 
 @BOTH
@@ -50,7 +50,7 @@ def test_log_probabilities_are_those_of_a_model_that_knows_nothing_else(
     rules, before = rules_of(WIDTH, semantics, (5,)), logits.clone()
     banned = logits.masked_fill(~may_come, NEVER)
     with shortcuts(looks):
-        found = steps_of(rules, logits, SCORES, (Grammar(), may_come))
+        found = steps_of(rules, logits, SCORES, (GrammarConstraint(), may_come))
         expected = steps_of(rules._replace(is_controlled=True), banned, SCORES)
     assert torch.equal(logits, before)
     for step, other in zip(found, expected, strict=True):
@@ -64,7 +64,7 @@ def test_vllms_loop_sees_the_best_of_a_row_or_the_best_that_is_allowed(
     logits: torch.Tensor, may_come: torch.Tensor
 ) -> None:
     logprobs = logits.log_softmax(-1)
-    found = Grammar(2 * WIDTH).narrow(logprobs, may_come)
+    found = GrammarConstraint(2 * WIDTH).narrow(logprobs, may_come)
     for row, allowed, left in zip(*(t.flatten(0, 1) for t in (logprobs, may_come, found)), strict=True):
         best = {*row.topk(2 * WIDTH).indices.tolist()} & {*allowed.nonzero()[:, 0].tolist()}
         if not best and allowed.any():
@@ -79,7 +79,7 @@ def test_under_vllms_semantics_scores_and_reports_are_the_models_own(
 ) -> None:
     rules = rules_of(WIDTH, "vllm", (5,), num_logprobs=3)
     with shortcuts(looks):
-        found = steps_of(rules, logits, SCORES, (Grammar(2 * WIDTH), may_come))
+        found = steps_of(rules, logits, SCORES, (GrammarConstraint(2 * WIDTH), may_come))
     logprobs = logits.log_softmax(-1)
     for group, step in enumerate(found):
         assert step.top_logprobs is not None
@@ -103,7 +103,7 @@ def test_beside_a_grammar_nothing_repeats_an_ngram(
     may_come[1, 0] = torch.arange(VOCAB_SIZE) == 40
     histories[1, 0, 0], histories[1, 0, 1], histories[1, 0, -1] = 50, 40, 50
     num_seen = None if semantics == "hf" else 2 * WIDTH
-    grammar, repeats = (Grammar(num_seen), may_come), (NoRepeats(size), histories)
+    grammar, repeats = (GrammarConstraint(num_seen), may_come), (NGramConstraint(size), histories)
     with shortcuts(looks):
         found = steps_of(rules_of(WIDTH, semantics), logits, SCORES, grammar, repeats)
         free = steps_of(rules_of(WIDTH, semantics), logits, SCORES, grammar)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.support.items import along_of
 from tests.support.phrases import Phrases, boost_of
 from tests.support.steps import rules_of, shortcuts
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
+from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import NextSearchBeams
 
 VOCAB = 12
 STOP, OTHER_STOP = 10, 11
@@ -34,7 +34,7 @@ Sequence = tuple[int, ...]
 class Plain:
     """What a hypothesis may be, from the definition: no trie."""
 
-    def __init__(self, sequences: list[Sequence], rules: ItemRules, stops: tuple[int, ...]) -> None:
+    def __init__(self, sequences: list[Sequence], rules: ItemConstraint, stops: tuple[int, ...]) -> None:
         self.items, self.rules, self.stops = set(sequences), rules, stops
 
     def parts(self, tokens: Sequence) -> Iterator[tuple[int, Sequence]]:
@@ -80,17 +80,17 @@ def prefix_free(items: list[Sequence]) -> list[Sequence]:
 
 
 @st.composite
-def searches(draw: Any) -> tuple[list[Sequence], ItemRules]:
+def searches(draw: Any) -> tuple[list[Sequence], ItemConstraint]:
     num_items, items = draw(st.integers(1, 3)), draw(item_sets)
     after = draw(st.sampled_from([None, AFTER]))
-    rules = ItemRules("", num_items, after, draw(st.booleans()), draw(st.booleans()))
+    rules = ItemConstraint("", num_items, after, draw(st.booleans()), draw(st.booleans()))
     return (prefix_free(items) if num_items > 1 else items), rules
 
 
 @settings(max_examples=150)
 @given(searches(), st.lists(st.integers(0, VOCAB - 3), max_size=9), st.booleans())
 def test_ways_and_states_are_those_of_the_definition(
-    search: tuple[list[Sequence], ItemRules], choices: list[int], looks: bool
+    search: tuple[list[Sequence], ItemConstraint], choices: list[int], looks: bool
 ) -> None:
     (items, rules), stops = search, (STOP, OTHER_STOP)
     along, plain, path = along_of(items, rules, stops), Plain(items, rules, stops), ()
@@ -125,7 +125,7 @@ def test_ways_and_states_are_those_of_the_definition(
 @settings(max_examples=60)
 @given(searches(), st.integers(0, 1000))
 def test_masked_log_probabilities_are_those_of_ways_that_go_on(
-    search: tuple[list[Sequence], ItemRules], seed: int
+    search: tuple[list[Sequence], ItemConstraint], seed: int
 ) -> None:
     (items, rules), stops = search, (STOP, OTHER_STOP)
     along, plain = along_of(items, rules, stops), Plain(items, rules, stops)
@@ -165,7 +165,7 @@ def unpruned(found: Ranked, margin: float) -> Ranked:
 
 
 def plain_step(
-    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor], besides: Besides
+    plain: Plain, rules: SearchRules, beams: list[Beam], logprobs: list[torch.Tensor], besides: Besides
 ) -> tuple[list[Beam], list[Beam]]:
     """The next beams, and the hypotheses that finish, from sorted lists."""
     assert rules.items is not None
@@ -203,7 +203,7 @@ all_besides = st.builds(
 @settings(max_examples=150)
 @given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
 def test_steps_are_those_of_a_plain_loop(
-    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool, besides: Besides
+    search: tuple[list[Sequence], ItemConstraint], width: int, seed: int, looks: bool, besides: Besides
 ) -> None:
     (items, item_rules), (ngram_size, phrases, margin) = search, besides
     if phrases:
@@ -214,11 +214,11 @@ def test_steps_are_those_of_a_plain_loop(
         Plain(items, item_rules, stops),
         torch.Generator().manual_seed(seed),
     )
-    boosts = [PhraseBoosts.of(phrases)] if phrases else []
-    pruning = Pruning() if margin == math.inf else Pruning(absolute=margin)
+    boosts = [PhraseBoostConstraint.of(phrases)] if phrases else []
+    pruning = SearchPruning() if margin == math.inf else SearchPruning(absolute=margin)
     rules = rules_of(width, stops=stops, constraints=(item_rules, *boosts), pruning=pruning)
     slots: list[Beam | None] = [Beam((), 0.0)]
-    state = Beams(torch.zeros(1, 1), states={key: key.begin(1, CPU) for key in (along, *boosts)})
+    state = SearchBeams(torch.zeros(1, 1), states={key: key.begin(1, CPU) for key in (along, *boosts)})
     for number in range(8):
         rules = rules._replace(is_last=number == 7)
         logits = torch.randn(1, len(slots), VOCAB, generator=random)
@@ -229,10 +229,10 @@ def test_steps_are_those_of_a_plain_loop(
         histories = torch.tensor([[beam.tokens if beam else [-1] * number for beam in slots]]).view(
             1, len(slots), number
         )
-        bans = {NoRepeats(ngram_size): histories} if ngram_size else {}
+        bans = {NGramConstraint(ngram_size): histories} if ngram_size else {}
         with shortcuts(looks):
             before = state._replace(states=state.states | bans, length=number)
-            step = take_step(rules, logits, before)
+            step = take_search_step(rules, logits, before)
         finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
         paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
         assert [(*(beam.tokens if beam else ()), token) for beam, token, _ in paths] == [b.tokens for b in ended]
@@ -251,12 +251,12 @@ def test_steps_are_those_of_a_plain_loop(
         assert [b.score for b in found] == pytest.approx(sorted((b.score for b in expected), reverse=True), abs=1e-5)
         if not found:
             return
-        slots, state = grown, before.after(Going.of(step))
+        slots, state = grown, before.after(NextSearchBeams.of(step))
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
     items = [(1, 2, 3), (1, 4, 5), (1, 4, 6), (1, 4, 7), (2, 2, 2)]
-    along = along_of(items, ItemRules(""))
+    along = along_of(items, ItemConstraint(""))
     with shortcuts(False):
         for length, path in enumerate([(), (1,), (1, 4)]):
             state = along.begin(1, CPU)
@@ -271,7 +271,7 @@ def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
 @pytest.mark.parametrize("ends_with_stop", [False, True])
 def test_behind_the_last_token_of_an_item_there_is_a_stop_token_or_nothing(ends_with_stop: bool) -> None:
     """A step is scheduled before the host knows that the one before it ended the search."""
-    along = along_of([(1, 2, 3)], ItemRules("", ends_with_stop=ends_with_stop), (STOP,))
+    along = along_of([(1, 2, 3)], ItemConstraint("", ends_with_stop=ends_with_stop), (STOP,))
     states = along.begin(1, CPU)
     for token in (1, 2, 3):
         states = along.advance(states, torch.tensor([[token]]))

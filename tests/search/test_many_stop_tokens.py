@@ -18,27 +18,27 @@ from benchmarks.memory_counter import MemoryCounter
 from benchmarks.weightless import nowhere
 from tests.support.items import along_of, random_items
 from tests.support.steps import rules_of, steps_of
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
-from vllm_trie.search.devices import borrowed, kept_within
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.group_pools import GroupPools
-from vllm_trie.search.rules import Strategy
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Step, TokenLogprobs, packed
-from vllm_trie.search.stopping import Ended, HfPool, VllmPool, are_among
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, StopConstraints
+from vllm_trie.search.devices import cached_search_tensors_within, pinned_search_tensors
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.group_pools import SearchGroupPools
+from vllm_trie.search.rules import SearchStrategy
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, pack_search_step
+from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool, VllmSearchPool, are_search_tokens_among
 from vllm_trie.search.strategies import best, best_continuations, few_ends
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.token_tables import CPU, TokenIds
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.token_tables import CPU, SearchTokenIds
 
 WIDTH, VOCAB_SIZE = 16, 32_768
 FEW, MANY, MOST = 3, 6_000, 32_000
-STRATEGIES: dict[str, Strategy] = {
-    **{semantics: Best(semantics) for semantics in ("hf", "vllm", "tridecode")},
-    "an ignored EOS": Best("vllm", (0, 1.1)),
-    "in groups": InGroups(4, 0.5, None),
+STRATEGIES: dict[str, SearchStrategy] = {
+    **{semantics: BestStrategy(semantics) for semantics in ("hf", "vllm", "tridecode")},
+    "an ignored EOS": BestStrategy("vllm", (0, 1.1)),
+    "in groups": DiverseGroupsStrategy(4, 0.5, None),
 }
 
 
@@ -56,20 +56,20 @@ class Work(NamedTuple):
     size: int  # of what goes to the host
 
 
-def work_of(strategy: Strategy, num_stops: int, is_last: bool) -> Work:
+def work_of(strategy: SearchStrategy, num_stops: int, is_last: bool) -> Work:
     rules = rules_of(WIDTH, stops=tuple(range(5, 5 + num_stops)), strategy=strategy, is_last=is_last)
     logits = nowhere(1, WIDTH, VOCAB_SIZE, dtype=torch.float32)
-    beams = Beams(nowhere(1, WIDTH, dtype=torch.float32))
-    take_step(rules, logits, beams)  # which uploads tables
+    beams = SearchBeams(nowhere(1, WIDTH, dtype=torch.float32))
+    take_search_step(rules, logits, beams)  # which uploads tables
     with MemoryCounter() as memory, LaunchCounter() as counter:
-        words, _ = packed(take_step(rules, logits, beams))
+        words, _ = pack_search_step(take_search_step(rules, logits, beams))
     assert counter.copies == counter.waits == 0
     return Work(len(counter.operations), counter.num_bytes, memory.most, words.shape[1])
 
 
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: Strategy, is_last: bool) -> None:
+def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: SearchStrategy, is_last: bool) -> None:
     few, many, most = (work_of(strategy, num_stops, is_last) for num_stops in (FEW, MANY, MOST))
     assert most == many  # two rankings
     assert many.operations <= 2 * few.operations + 2  # which join them
@@ -79,19 +79,21 @@ def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: Strategy, is_la
 
 
 def test_a_pool_looks_up_the_last_tokens_of_hypotheses_alone() -> None:
-    in_groups = GroupPools([HfPool(2, 0.0, 3, early_stopping=False) for _ in range(2)], Many({1}))
-    outdone, is_over = in_groups.advance(Ended.of([-1.0, -2.0], [1, 5], [0, 1], [0, 2]), np.full(4, -9.0), 3)
+    in_groups = SearchGroupPools([HfSearchPool(2, 0.0, 3, early_stopping=False) for _ in range(2)], Many({1}))
+    outdone, is_over = in_groups.advance(
+        EndedSearchHypotheses.of([-1.0, -2.0], [1, 5], [0, 1], [0, 2]), np.full(4, -9.0), 3
+    )
     assert (outdone.tolist(), is_over) == ([], False)
     assert in_groups.best(2).leaves.tolist() == [0, 1]
-    of_vllm = VllmPool(2, 1.0, 3, 0, Many({1}))
+    of_vllm = VllmSearchPool(2, 1.0, 3, 0, Many({1}))
     assert of_vllm.scores(np.array([-6.0, -6.0]), 3, np.array([1, 5])).tolist() == [-3.0, -2.0]
-    assert are_among(np.zeros(0, np.int64), Many({1})).tolist() == []
+    assert are_search_tokens_among(np.zeros(0, np.int64), Many({1})).tolist() == []
 
 
-def decided(step: Step) -> str:
+def decided(step: SearchStepResult) -> str:
     """All of a step, but the tokens of slots without a beam, which are any."""
     lives = step.scores > -np.inf
-    own = step.beam_logprobs and TokenLogprobs(*(field[lives] for field in step.beam_logprobs))
+    own = step.beam_logprobs and SearchTokenLogprobs(*(field[lives] for field in step.beam_logprobs))
     return repr(step._replace(tokens=step.tokens[lives], beam_logprobs=own))
 
 
@@ -107,11 +109,11 @@ def test_what_stops_may_be_ranked_apart_or_not(data: st.DataObject, name: str) -
     rules = rules_of(
         width,
         stops=tuple(sorted(data.draw(st.sets(tokens, max_size=vocab_size)))),
-        strategy=InGroups(2, 0.5, 1) if name == "in groups" else STRATEGIES[name],
+        strategy=DiverseGroupsStrategy(2, 0.5, 1) if name == "in groups" else STRATEGIES[name],
         is_last=data.draw(st.booleans()),
         num_logprobs=data.draw(st.sampled_from([None, 2])),
-        filters=data.draw(st.sampled_from([LogitsFilters(), LogitsFilters(0.8, 0.05, 0, 0.9)])),
-        pruning=data.draw(st.sampled_from([Pruning(), Pruning(per_parent=3)])),
+        filters=data.draw(st.sampled_from([SearchFilters(), SearchFilters(0.8, 0.05, 0, 0.9)])),
+        pruning=data.draw(st.sampled_from([SearchPruning(), SearchPruning(per_parent=3)])),
     )
     scores = -torch.randint(3, (2, num_rows), generator=random) / 2
     found = []
@@ -128,7 +130,7 @@ ITEMS = random_items(40, (1, 2, 3), seed=5, tokens=(2, 30))
 @given(st.data())
 def test_of_many_stop_tokens_after_items_those_that_may_matter_are_enough(data: st.DataObject) -> None:
     width, levels = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 1000]))
-    item_rules = ItemRules("", ends_with_stop=True, renormalizes=data.draw(st.booleans()))
+    item_rules = ItemConstraint("", ends_with_stop=True, renormalizes=data.draw(st.booleans()))
     stops = tuple(sorted(data.draw(st.sets(st.integers(0, 49), min_size=1))))
     along = along_of(ITEMS, item_rules, stops)
     rules = rules_of(
@@ -136,22 +138,22 @@ def test_of_many_stop_tokens_after_items_those_that_may_matter_are_enough(data: 
         stops=stops,
         constraints=(item_rules,),
         is_last=data.draw(st.booleans()),
-        filters=data.draw(st.sampled_from([LogitsFilters(), LogitsFilters(1.0, 0.01, 0, 0.8)])),
-        pruning=data.draw(st.sampled_from([Pruning(), Pruning(per_parent=2), Pruning(per_parent=6)])),
+        filters=data.draw(st.sampled_from([SearchFilters(), SearchFilters(1.0, 0.01, 0, 0.8)])),
+        pruning=data.draw(st.sampled_from([SearchPruning(), SearchPruning(per_parent=2), SearchPruning(per_parent=6)])),
     )
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 32)))
     logits = torch.randint(levels, (1, width, 50), generator=random) * (4 / levels)
     scores = -torch.randint(2, (1, width), generator=random) / 2
     states = torch.randint(along.trie.num_nodes, (1, width), generator=random)
     found = []
-    for kept in (few_ends.few_ends, lambda fields, *_: fields):
-        with patch.object(best_continuations, "few_ends", kept):
+    for kept in (few_ends.few_ends_for_strategy, lambda fields, *_: fields):
+        with patch.object(best_continuations, "few_ends_for_strategy", kept):
             found.append([decided(step) for step in steps_of(rules, logits, scores, (along, states))])
     assert found[0] == found[1]
 
 
 def test_tables_name_the_class_of_every_token() -> None:
-    stops = Stops((2, 4, 99), ignored_token_ids=(1,))
+    stops = StopConstraints((2, 4, 99), ignored_token_ids=(1,))
     assert stops.classes(6, CPU).tolist() == [GOES_ON, GOES_ON, ENDS, GOES_ON, ENDS, GOES_ON]
     assert stops.columns(6, CPU).tolist() == [2, 4]
     barring = stops._replace(are_barred=True)
@@ -163,29 +165,29 @@ def test_tables_name_the_class_of_every_token() -> None:
 
 
 def test_token_ids_are_hashed_once_and_equal_to_a_tuple_of_them() -> None:
-    token_ids = TokenIds(range(5))
+    token_ids = SearchTokenIds(range(5))
     assert token_ids == tuple(range(5))
     assert hash(token_ids) == hash(tuple(range(5)))
-    with patch.object(TokenIds, "__iter__", side_effect=AssertionError):
-        assert hash(token_ids) == hash(Stops(token_ids).token_ids)
+    with patch.object(SearchTokenIds, "__iter__", side_effect=AssertionError):
+        assert hash(token_ids) == hash(StopConstraints(token_ids).token_ids)
     sent = pickle.loads(pickle.dumps(token_ids))
     assert sent == token_ids
-    assert type(sent) is TokenIds
-    many = TokenIds(range(100_000, 200_000))
+    assert type(sent) is SearchTokenIds
+    many = SearchTokenIds(range(100_000, 200_000))
     assert len(pickle.dumps(many)) < 9 * len(many)
 
 
 def test_tables_stay_as_far_as_their_bytes_go() -> None:
     made = list[int]()
 
-    @kept_within(100, lambda number: 16)
+    @cached_search_tensors_within(100, lambda number: 16)
     def table(number: int) -> torch.Tensor:
         made.append(number)
         return torch.full((8,), number)  # 64 bytes
 
     first = table(1)
     assert table(1) is first
-    with borrowed() as tensors:
+    with pinned_search_tensors() as tensors:
         assert table(1) is first
     assert tensors[0] is first
     table(2)

@@ -8,7 +8,7 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from vllm_trie.search.constraints.constraint import NOTHING
-from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.worker.rows.row_beams import row_tokens_flush_right
 
 VOCAB = 4
@@ -23,10 +23,10 @@ def texts(num_texts: int, length: int) -> torch.Tensor:
 def test_it_is_what_transformers_bans(size: int, length: int) -> None:
     histories, logprobs = texts(50, length), torch.randn(50, VOCAB).log_softmax(-1)
     expected = NoRepeatNGramLogitsProcessor(size)(histories.long(), logprobs)
-    assert torch.equal(NoRepeats(size).restrict(logprobs, histories), expected)
+    assert torch.equal(NGramConstraint(size).restrict(logprobs, histories), expected)
     assert length < size or size > 3 or (expected == -torch.inf).any()
     for token in range(VOCAB):
-        bans = ~NoRepeats(size).leads_on(histories, torch.full((50,), token))
+        bans = ~NGramConstraint(size).leads_on(histories, torch.full((50,), token))
         assert torch.equal(bans, expected[:, token] == -torch.inf)
 
 
@@ -34,17 +34,17 @@ def test_it_is_what_transformers_bans(size: int, length: int) -> None:
 def test_histories_of_several_lengths_are_looked_through_together(size: int) -> None:
     lengths = np.array([9, 2, 1, 5])
     tokens, logprobs = texts(8, 9).view(4, 2, 9), torch.zeros(4, 2, VOCAB)
-    found = NoRepeats(size).restrict(logprobs, row_tokens_flush_right(tokens, lengths))
+    found = NGramConstraint(size).restrict(logprobs, row_tokens_flush_right(tokens, lengths))
     for number, length in enumerate(lengths):
-        alone = NoRepeats(size).restrict(logprobs[number], tokens[number, :, :length])
+        alone = NGramConstraint(size).restrict(logprobs[number], tokens[number, :, :length])
         assert torch.equal(found[number], alone)
 
 
 def test_nothing_in_front_of_a_history_repeats_nothing() -> None:
     histories = torch.tensor([[NOTHING, NOTHING, NOTHING, 2], [NOTHING, 1, 3, 1]])
-    found = NoRepeats(2).restrict(torch.zeros(2, VOCAB), histories)
+    found = NGramConstraint(2).restrict(torch.zeros(2, VOCAB), histories)
     assert (found == -torch.inf).nonzero().tolist() == [[1, 3]]
-    assert (NoRepeats(4).restrict(torch.zeros(2, VOCAB), histories) == 0).all()
+    assert (NGramConstraint(4).restrict(torch.zeros(2, VOCAB), histories) == 0).all()
 
 
 def test_histories_of_equal_length_are_not_copied() -> None:

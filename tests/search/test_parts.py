@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from tests.search.test_item_trie import along_of
 from tests.support.steps import rules_of, shortcuts
 from vllm_trie.search import parts
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.contrast import Contrast
-from vllm_trie.search.constraints.grammar import Grammar
-from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.constraints.stops import Completes
-from vllm_trie.search.filters import LogitsFilters, Pruning, best, filter_
-from vllm_trie.search.parts import in_parts
-from vllm_trie.search.rules import Means, Strategy
-from vllm_trie.search.sampling import draw, draw_continuations, generator
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.search.constraints.contrast import ContrastConstraint
+from vllm_trie.search.constraints.grammar import GrammarConstraint
+from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
+from vllm_trie.search.constraints.stops import StopStringConstraint
+from vllm_trie.search.filters import SearchFilters, SearchPruning, best_search_tokens, filter_search_logprobs
+from vllm_trie.search.parts import in_search_parts
+from vllm_trie.search.rules import SearchInputs, SearchStrategy
+from vllm_trie.search.sampling import draw_search_continuations, draw_search_tokens, search_generator
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.stochastic import StochasticStrategy
 
 NEVER = float("-inf")
 NUM_ROWS, VOCAB_SIZE = 6, 30
@@ -41,12 +41,12 @@ CELLS = pytest.mark.parametrize("cells", [VOCAB_SIZE, 2 * VOCAB_SIZE, 5 * VOCAB_
 def states_under(constraint: Constraint, num_groups: int, random: torch.Generator) -> torch.Tensor:
     """Those of rows that are at different places."""
     of_tokens = num_groups, NUM_ROWS, VOCAB_SIZE
-    if isinstance(constraint, Grammar):
+    if isinstance(constraint, GrammarConstraint):
         return torch.rand(of_tokens, generator=random) < 0.7
-    if isinstance(constraint, Contrast):
+    if isinstance(constraint, ContrastConstraint):
         return torch.randn(of_tokens, generator=random).log_softmax(-1)
     histories = torch.randint(3, 12, (*of_tokens[:2], 9), dtype=torch.int32, generator=random)
-    if isinstance(constraint, NoRepeats):
+    if isinstance(constraint, NGramConstraint):
         return histories
     states = constraint.begin(num_groups * NUM_ROWS, torch.device("cpu")).view(num_groups, NUM_ROWS)
     for row, tokens in enumerate([(), (3,), (3, 4), (10,), (7,), ()]):  # of ITEMS, behind 20 if they come after that
@@ -57,11 +57,14 @@ def states_under(constraint: Constraint, num_groups: int, random: torch.Generato
 
 UNDER: dict[str, tuple[Constraint, ...]] = {
     "nothing": (),
-    "a catalog": (along_of(ITEMS, ItemRules(""), STOPS),),
-    "a catalog after a token": (along_of(ITEMS, ItemRules("", 2, 20, ends_with_stop=True), STOPS), NoRepeats(2)),
-    "a contrast": (Contrast(0.05, 0.5),),
-    "a grammar": (Grammar(2),),
-    "phrases": (PhraseBoosts.of([([5, 6], 1.0), ([8], -0.5)]),),
+    "a catalog": (along_of(ITEMS, ItemConstraint(""), STOPS),),
+    "a catalog after a token": (
+        along_of(ITEMS, ItemConstraint("", 2, 20, ends_with_stop=True), STOPS),
+        NGramConstraint(2),
+    ),
+    "a contrast": (ContrastConstraint(0.05, 0.5),),
+    "a grammar": (GrammarConstraint(2),),
+    "phrases": (PhraseBoostConstraint.of([([5, 6], 1.0), ([8], -0.5)]),),
 }
 
 
@@ -72,14 +75,17 @@ UNDER: dict[str, tuple[Constraint, ...]] = {
     "options",
     [
         {},
-        {"filters": LogitsFilters(0.7, 0.01, 20, 0.95), "pruning": Pruning(1e-4, 9.0, 1e-3, 7)},
-        {"pruning": Pruning(relative_local=0.02)},
+        {"filters": SearchFilters(0.7, 0.01, 20, 0.95), "pruning": SearchPruning(1e-4, 9.0, 1e-3, 7)},
+        {"pruning": SearchPruning(relative_local=0.02)},
     ],
     ids=["plain", "filters and pruning", "pruning by the best of all rows"],
 )
-@pytest.mark.parametrize("strategy", [Best("hf"), Best("vllm", (1, 1.2)), Best("tridecode"), InGroups(2, 0.4, 0)])
+@pytest.mark.parametrize(
+    "strategy",
+    [BestStrategy("hf"), BestStrategy("vllm", (1, 1.2)), BestStrategy("tridecode"), DiverseGroupsStrategy(2, 0.4, 0)],
+)
 def test_steps_are_the_same(
-    strategy: Strategy,
+    strategy: SearchStrategy,
     options: dict[str, Any],
     under: tuple[Constraint, ...],
     looks: bool,
@@ -98,19 +104,25 @@ def test_steps_are_the_same(
             scores[0, 4] = NEVER
             states = {key: states_under(key, num_groups, random) for key in under}
             with shortcuts(looks):
-                found.append(packed(take_step(rules, logits, Beams(scores, states=states)))[0])
+                found.append(pack_search_step(take_search_step(rules, logits, SearchBeams(scores, states=states)))[0])
     for together, in_parts_ in zip(found[:2], found[2:], strict=True):
         assert torch.equal(together, in_parts_)
 
 
 def test_stop_strings_are_looked_for_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """More candidates are ranked where too many complete one."""
-    rules = rules_of(NUM_ROWS, filters=LogitsFilters(top_p=0.999))
+    rules = rules_of(NUM_ROWS, filters=SearchFilters(top_p=0.999))
     logits, found = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)), []
     for of_part in (parts.CELLS, VOCAB_SIZE):
         monkeypatch.setattr(parts, "CELLS", of_part)
-        completes = Completes(lambda parents, tokens, _: (parents + tokens) % 5 != 0)
-        found.append(packed(take_step(rules, logits, Beams(torch.zeros(1, NUM_ROWS)), Means(completes=completes)))[0])
+        completes = StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 5 != 0)
+        found.append(
+            pack_search_step(
+                take_search_step(
+                    rules, logits, SearchBeams(torch.zeros(1, NUM_ROWS)), SearchInputs(completes=completes)
+                )
+            )[0]
+        )
     assert torch.equal(*found)
 
 
@@ -127,11 +139,11 @@ def test_a_long_row_keeps_what_a_sorted_one_keeps(seed: int, top_p: float, min_p
     logs[1] = logs[1].round()  # many are equal
     logs[2, 3:] = NEVER
     logs[3] = NEVER
-    filters = LogitsFilters(min_p=min_p, top_p=top_p)
-    expected = filter_(logs.clone(), filters)
+    filters = SearchFilters(min_p=min_p, top_p=top_p)
+    expected = filter_search_logprobs(logs.clone(), filters)
     with pytest.MonkeyPatch.context() as patch, shortcuts(allowed=False):
         patch.setattr(parts, "CELLS", cells)
-        found = filter_(logs.clone(), filters)
+        found = filter_search_logprobs(logs.clone(), filters)
     assert torch.equal(found, expected)
 
 
@@ -139,7 +151,9 @@ def test_equal_ones_of_a_long_row_are_kept_by_token(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts, "CELLS", 5)
     for value in (0.0, -3.0):
         with shortcuts(allowed=False):
-            (found,) = filter_(torch.full((1, 20), value, dtype=torch.float64), LogitsFilters(top_p=0.42))
+            (found,) = filter_search_logprobs(
+                torch.full((1, 20), value, dtype=torch.float64), SearchFilters(top_p=0.42)
+            )
         assert (found > NEVER).tolist() == [True] * 9 + [False] * 11
 
 
@@ -151,9 +165,9 @@ def test_the_same_chances_draw_the_same(cells: int, monkeypatch: pytest.MonkeyPa
     logprobs[1, 2] = NEVER
     chances = torch.rand(2, NUM_ROWS, 500, dtype=torch.float64, generator=random)
     chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
-    expected = draw(logprobs, chances)
+    expected = draw_search_tokens(logprobs, chances)
     monkeypatch.setattr(parts, "CELLS", cells)
-    drawn = draw(logprobs, chances)
+    drawn = draw_search_tokens(logprobs, chances)
     lives = (logprobs > NEVER).any(dim=-1)
     assert (logprobs.gather(-1, drawn)[lives] > NEVER).all()
     assert (drawn == expected).float().mean() > 0.999
@@ -165,10 +179,10 @@ def test_cells_are_drawn_from_all_parts_with_replacement(cells: int, monkeypatch
     p = torch.rand(2, 5 * VOCAB_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     p[0, 40:] *= p[0, 40:] > 0.6
     p[1] = 0
-    rngs = lambda: [generator(0, 1), generator(0, 2)]  # noqa: E731
-    expected, is_possible = draw_continuations(p, 400, True, rngs())
+    rngs = lambda: [search_generator(0, 1), search_generator(0, 2)]  # noqa: E731
+    expected, is_possible = draw_search_continuations(p, 400, True, rngs())
     monkeypatch.setattr(parts, "CELLS", cells)
-    drawn, still_possible = draw_continuations(p, 400, True, rngs())
+    drawn, still_possible = draw_search_continuations(p, 400, True, rngs())
     assert (drawn == expected).float().mean() > 0.999
     assert torch.equal(is_possible, still_possible)
     assert (p[0, drawn[0]] > 0).all()
@@ -177,14 +191,14 @@ def test_cells_are_drawn_from_all_parts_with_replacement(cells: int, monkeypatch
 def test_parts_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     values, scores, num_asked = torch.arange(2 * 5 * 3).view(2, 5, 3), torch.arange(10.0).view(2, 5), list[int]()
 
-    def function(values: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:
+    def function(values: torch.Tensor, beams: SearchBeams) -> tuple[torch.Tensor, torch.Tensor]:
         num_asked.append(values.shape[1])
         return values + 1, values.sum(dim=-1) + beams.scores
 
     for cells, expected in ((12, [2, 2, 1]), (6, [1] * 5), (1, [1] * 5), (29, [4, 1]), (30, [5])):
         monkeypatch.setattr(parts, "CELLS", cells)
         num_asked.clear()
-        added, summed = in_parts(values.shape, function, values, Beams(scores))
+        added, summed = in_search_parts(values.shape, function, values, SearchBeams(scores))
         assert torch.equal(added, values + 1)
         assert torch.equal(summed, values.sum(dim=-1) + scores)
         assert num_asked == expected
@@ -199,12 +213,14 @@ def test_a_row_without_a_number_draws_nothing_and_keeps_no_other_from_it(
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=random)
     logits[0, 1, 5] = torch.nan
-    key = Grammar(2)
+    key = GrammarConstraint(2)
     allowed = states_under(key, 1, random)
     scores = torch.zeros(1, NUM_ROWS)
     for seed in range(20):
-        beams = Beams(scores, scores, {key: allowed})
-        step = take_step(rules_of(NUM_ROWS, strategy=Stochastic()), logits, beams, Means([(seed, 1)]))
+        beams = SearchBeams(scores, scores, {key: allowed})
+        step = take_search_step(
+            rules_of(NUM_ROWS, strategy=StochasticStrategy()), logits, beams, SearchInputs([(seed, 1)])
+        )
         assert (step.scores > NEVER).all()
         assert allowed[0, step.parents[0], step.tokens[0]].all()
         assert not (step.parents == 1).any()
@@ -212,5 +228,7 @@ def test_a_row_without_a_number_draws_nothing_and_keeps_no_other_from_it(
 
 def test_the_best_are_counted_in_rows_of_any_length() -> None:
     values = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    assert best(values, 2, torch.tensor([[2.0]])).tolist() == [[False, True, True, False, False]]
-    np.testing.assert_array_equal(best(values, 4, torch.tensor([[1.0]])), [[True, True, True, True, False]])
+    assert best_search_tokens(values, 2, torch.tensor([[2.0]])).tolist() == [[False, True, True, False, False]]
+    np.testing.assert_array_equal(
+        best_search_tokens(values, 4, torch.tensor([[1.0]])), [[True, True, True, True, False]]
+    )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.phrases import boost_of
 from vllm_trie.search.constraints import phrase_boosts
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts, _known, most_bytes
-from vllm_trie.search.devices import NewestKept
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint, _known, most_constraint_bytes
+from vllm_trie.search.devices import SearchCache
 
 CPU = torch.device("cpu")
 VOCAB = 4
@@ -29,7 +29,7 @@ phrase = st.tuples(st.lists(way, min_size=1, max_size=2), st.sampled_from([1.0, 
 def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
     phrases: list[tuple[list[list[int]], float]], text: list[int]
 ) -> None:
-    constraint = PhraseBoosts.of(phrases)
+    constraint = PhraseBoostConstraint.of(phrases)
     states, total = constraint.begin(1, CPU), 0.0
     for at in range(len(text) + 1):
         running, at_end = (constraint.boosts(states, LOGPROBS, is_end)[0, 0] for is_end in (False, True))
@@ -47,7 +47,7 @@ def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
 
 
 def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
-    constraint = PhraseBoosts.of([([0, 1], 2.0)])
+    constraint = PhraseBoostConstraint.of([([0, 1], 2.0)])
     states = constraint.advance(constraint.begin(4, CPU).view(2, 2), torch.tensor([[0, 1], [2, 0]]))
     boosts = constraint.boosts(states, LOGPROBS, is_end=False)
     assert boosts[..., 1].tolist() == [[1.0, 0.0], [0.0, 1.0]]  # the second half of the phrase
@@ -58,24 +58,24 @@ def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
 
 
 def test_boosts_of_equal_phrases_are_one_batch() -> None:
-    one, other = (PhraseBoosts.of([([1, 2], 2.0), ([[3], [4]], -1)]) for _ in range(2))
-    for equal in (other, PhraseBoosts(one.phrases), pickle.loads(pickle.dumps(one))):
+    one, other = (PhraseBoostConstraint.of([([1, 2], 2.0), ([[3], [4]], -1)]) for _ in range(2))
+    for equal in (other, PhraseBoostConstraint(one.phrases), pickle.loads(pickle.dumps(one))):
         assert one == equal
         assert hash(one) == hash(equal)
-    assert one != PhraseBoosts.of([([1, 2], 2.5), ([[3], [4]], -1)])
+    assert one != PhraseBoostConstraint.of([([1, 2], 2.5), ([[3], [4]], -1)])
 
 
 @given(st.lists(phrase, min_size=1, max_size=6))
 def test_tables_take_no_more_than_is_said_before_they_are_made(phrases: list[tuple[list[list[int]], float]]) -> None:
-    constraint = PhraseBoosts.of(phrases)
+    constraint = PhraseBoostConstraint.of(phrases)
     tables = constraint.on({}, ())._tables(CPU)
     on_device = sum(table.nbytes for table in tables)
-    assert on_device <= constraint.num_bytes <= most_bytes(way for ways, _ in phrases for way in ways)
+    assert on_device <= constraint.num_bytes <= most_constraint_bytes(way for ways, _ in phrases for way in ways)
 
 
 def test_tables_lie_on_a_device_as_long_as_rows_carry_states_under_them() -> None:
     """Whoever says which phrases there are, once more in each step, holds none."""
-    said = PhraseBoosts.of([([1, 2], 2.0)])
+    said = PhraseBoostConstraint.of([([1, 2], 2.0)])
     carried = said.on({}, ())
     states = {carried: carried.begin(2, CPU)}
     assert carried.boosts(states[carried], LOGPROBS, is_end=False).max() > 0
@@ -94,9 +94,9 @@ def test_automata_stay_on_the_host_as_far_as_their_bytes_go(monkeypatch: pytest.
     one, other, long = [([1, 2], 2.0)], [([3, 1], 2.0)], [(list(range(100)), 1.0)]
 
     def automaton(phrases: list[tuple[list[int], float]]) -> Any:
-        return PhraseBoosts.of(phrases).automaton
+        return PhraseBoostConstraint.of(phrases).automaton
 
-    monkeypatch.setattr(phrase_boosts, "_automata", NewestKept(3000))
+    monkeypatch.setattr(phrase_boosts, "_automata", SearchCache(3000))
     of_one, of_other = automaton(one), automaton(other)
     assert automaton(one) is of_one
     assert automaton(other) is of_other
@@ -115,7 +115,7 @@ class Watched(tuple):  # type: ignore[type-arg]
 
 
 def test_steps_look_phrases_up_without_a_look_through_them() -> None:
-    constraint = PhraseBoosts(Watched(PhraseBoosts.of([([0, 1], 2.0), ([3], 1.0)]).phrases))
+    constraint = PhraseBoostConstraint(Watched(PhraseBoostConstraint.of([([0, 1], 2.0), ([3], 1.0)]).phrases))
     states, looks = {constraint: constraint.begin(2, CPU)}, []
     for _ in range(3):
         assert constraint.boosts(states[constraint], LOGPROBS, is_end=False).max() <= constraint.most_boost

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import loop
-from vllm_trie.search.filters import Pruning, log_probabilities, pruned
+from vllm_trie.search.filters import SearchPruning, pruned_search_logprobs, search_log_probabilities
 
 DEAD = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE = 2, 4, 9
@@ -16,7 +16,7 @@ property_test = settings(max_examples=300, derandomize=True)
 seeds = st.integers(0, 1 << 32)
 ratios = st.one_of(st.none(), st.sampled_from([1e-3, 0.1, 0.5, 1.0]))
 prunings = st.builds(
-    Pruning,
+    SearchPruning,
     relative=ratios,
     absolute=st.one_of(st.none(), st.sampled_from([0.0, 0.7, 3.0])),
     relative_local=ratios,
@@ -28,7 +28,7 @@ def problem(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [G, r, V] with ties and impossible tokens, and scores [G, r], some of dead rows."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randint(6, (GROUPS, ROWS, VOCAB_SIZE), generator=random) * 0.8
-    logprobs = log_probabilities(logits, masked_token_ids=(4,))
+    logprobs = search_log_probabilities(logits, masked_token_ids=(4,))
     scores = -torch.randint(5, (GROUPS, ROWS), generator=random) / 4
     scores[0, torch.randint(ROWS, (1,), generator=random)] = DEAD
     return logprobs, scores
@@ -36,10 +36,10 @@ def problem(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @property_test
 @given(seeds, prunings)
-def test_pruning_drops_what_a_loop_drops(seed: int, pruning: Pruning) -> None:
+def test_pruning_drops_what_a_loop_drops(seed: int, pruning: SearchPruning) -> None:
     logprobs, scores = problem(seed)
     before = logprobs.clone()
-    ours = pruned(logprobs, scores, pruning) + scores[..., None]
+    ours = pruned_search_logprobs(logprobs, scores, pruning) + scores[..., None]
     assert torch.equal(logprobs, before)
     for group in range(GROUPS):
         alive = (scores[group] > DEAD).nonzero().flatten()
@@ -62,41 +62,43 @@ def test_pruning_drops_what_a_loop_drops(seed: int, pruning: Pruning) -> None:
 @given(seeds)
 def test_neutral_values_change_nothing(seed: int) -> None:
     logprobs, scores = problem(seed)
-    assert pruned(logprobs, scores, Pruning()) is logprobs
-    widest = Pruning(relative=1e-300, absolute=1e300, relative_local=1e-300, per_parent=VOCAB_SIZE)
-    assert torch.equal(pruned(logprobs, scores, widest) + scores[..., None], logprobs + scores[..., None])
+    assert pruned_search_logprobs(logprobs, scores, SearchPruning()) is logprobs
+    widest = SearchPruning(relative=1e-300, absolute=1e300, relative_local=1e-300, per_parent=VOCAB_SIZE)
+    assert torch.equal(
+        pruned_search_logprobs(logprobs, scores, widest) + scores[..., None], logprobs + scores[..., None]
+    )
 
 
 @property_test
 @given(seeds)
 def test_one_per_parent_keeps_every_parents_best(seed: int) -> None:
     logprobs, scores = problem(seed)
-    kept = pruned(logprobs, scores, Pruning(per_parent=1)) > DEAD
+    kept = pruned_search_logprobs(logprobs, scores, SearchPruning(per_parent=1)) > DEAD
     assert (kept.sum(dim=-1) == 1).all()
     assert torch.equal(kept.int().argmax(dim=-1), logprobs.argmax(dim=-1))  # both name the first of equals
 
 
 @property_test
 @given(seeds, prunings)
-def test_the_best_of_all_survives_all_but_the_local_rule(seed: int, pruning: Pruning) -> None:
+def test_the_best_of_all_survives_all_but_the_local_rule(seed: int, pruning: SearchPruning) -> None:
     logprobs, scores = problem(seed)
-    found = pruned(logprobs, scores, pruning._replace(relative_local=None)) + scores[..., None]
+    found = pruned_search_logprobs(logprobs, scores, pruning._replace(relative_local=None)) + scores[..., None]
     assert torch.equal(found.flatten(1).amax(dim=-1), (logprobs + scores[..., None]).flatten(1).amax(dim=-1))
 
 
 @property_test
 @given(seeds, prunings, prunings)
-def test_each_rule_by_itself_drops_what_all_drop_together(seed: int, one: Pruning, other: Pruning) -> None:
+def test_each_rule_by_itself_drops_what_all_drop_together(seed: int, one: SearchPruning, other: SearchPruning) -> None:
     logprobs, scores = problem(seed)
     rules = one._replace(relative=None, absolute=None), other._replace(relative_local=None, per_parent=None)
-    together = Pruning(rules[1].relative, rules[1].absolute, rules[0].relative_local, rules[0].per_parent)
-    apart = [pruned(logprobs, scores, rule) > DEAD for rule in rules]
-    assert torch.equal(pruned(logprobs, scores, together) > DEAD, apart[0] & apart[1])
+    together = SearchPruning(rules[1].relative, rules[1].absolute, rules[0].relative_local, rules[0].per_parent)
+    apart = [pruned_search_logprobs(logprobs, scores, rule) > DEAD for rule in rules]
+    assert torch.equal(pruned_search_logprobs(logprobs, scores, together) > DEAD, apart[0] & apart[1])
 
 
 @pytest.mark.parametrize("score", [-0.5, -50.0, -5000.0])
 def test_bounds_are_differences_whatever_the_length(score: float) -> None:
     logprobs = torch.tensor([[[-1.0, -1.5, -2.0, -3.0]]])
     scores = torch.tensor([[score]])
-    for pruning in (Pruning(relative=0.3), Pruning(absolute=1.2), Pruning(relative_local=0.3)):
-        assert (pruned(logprobs, scores, pruning) > DEAD).tolist() == [[[True, True, True, False]]]
+    for pruning in (SearchPruning(relative=0.3), SearchPruning(absolute=1.2), SearchPruning(relative_local=0.3)):
+        assert (pruned_search_logprobs(logprobs, scores, pruning) > DEAD).tolist() == [[[True, True, True, False]]]

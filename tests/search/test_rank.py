@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.rank import MIN_TILES, TILE, Candidates, rank_candidates, topk
+from vllm_trie.search.filters import search_log_probabilities
+from vllm_trie.search.rank import MIN_TILES, TILE, SearchCandidates, rank_search_candidates, search_topk
 
 TOLERANCE = 1e-5
 DEAD = float("-inf")  # which of the impossible continuations fill up the ranking does not matter
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def rank(logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()) -> Candidates:
+def rank(logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()) -> SearchCandidates:
     """The candidates on the host."""
-    ranked = rank_candidates(log_probabilities(logits, tuple(masked)), scores, count)
-    return Candidates(*(field.numpy() for field in ranked))
+    ranked = rank_search_candidates(search_log_probabilities(logits, tuple(masked)), scores, count)
+    return SearchCandidates(*(field.numpy() for field in ranked))
 
 
 def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int]) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_logits_are_left_as_they_were() -> None:
     assert logits.flatten().tolist() == [*range(12)]
 
 
-def places(ranked: Candidates) -> list[tuple[int, int]]:
+def places(ranked: SearchCandidates) -> list[tuple[int, int]]:
     """(parent, token) of the only group's candidates."""
     return [*zip(ranked.parents[0].tolist(), ranked.tokens[0].tolist(), strict=True)]
 
@@ -161,7 +161,7 @@ def test_the_best_of_a_large_vocabulary_are_found_by_tiles(levels: int, more: in
     values[0, 0, :-5] = DEAD
     values[0, 1, -more - 1 :] = 2.0
     for count in (1, 9, MIN_TILES // 4):
-        best, tokens = topk(values, count)
+        best, tokens = search_topk(values, count)
         assert torch.equal(best, values.topk(count, dim=-1).values)
         assert torch.equal(best, values.gather(-1, tokens))
         assert all(len(set(row)) == count for row in tokens.flatten(0, 1).tolist())

@@ -11,15 +11,22 @@ import torch
 from tests.support.exhaustive import drawn_pair_distribution
 from tests.support.steps import rules_of
 from vllm_trie.search import parts
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Layout, Step, packed, unpacked
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.sampling import (
+    draw_search_cells,
+    draw_search_continuations,
+    draw_search_tokens,
+    joint_search_probabilities,
+    search_generator,
+    search_uniforms,
+)
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.search.strategies import sampled as sampled_each
-from vllm_trie.search.strategies.drawn import Drawn, best_of
-from vllm_trie.search.strategies.sampled import SampledEach
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy, best_beam_of_strategy
+from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 
 DEAD = float("-inf")
 
@@ -30,12 +37,17 @@ def _cells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_same_seed_and_step_draw_the_same() -> None:
-    first = uniforms(7, 3, 5)
-    uniforms(8, 1, 100)
-    assert (uniforms(7, 3, 5) == first).all()
-    assert (uniforms(7, 3, 8)[:5] == first).all()
-    assert (generator(7, 3).random(5) == first).all()
-    others = [uniforms(8, 3, 5), uniforms(7, 4, 5), uniforms(-7, 3, 5), uniforms((1 << 64) - 8, 3, 5)]
+    first = search_uniforms(7, 3, 5)
+    search_uniforms(8, 1, 100)
+    assert (search_uniforms(7, 3, 5) == first).all()
+    assert (search_uniforms(7, 3, 8)[:5] == first).all()
+    assert (search_generator(7, 3).random(5) == first).all()
+    others = [
+        search_uniforms(8, 3, 5),
+        search_uniforms(7, 4, 5),
+        search_uniforms(-7, 3, 5),
+        search_uniforms((1 << 64) - 8, 3, 5),
+    ]
     assert len({tuple(row) for row in [first, *others]}) == 5
 
 
@@ -43,7 +55,7 @@ def test_the_same_seed_and_step_draw_the_same() -> None:
 def test_the_distribution_is_that_of_the_row(seed: int) -> None:
     logprobs = torch.tensor([[[-1.0, DEAD, -2.0, -0.5, -3.0, DEAD]]])
     draws = 20_000
-    drawn = draw(logprobs, torch.from_numpy(uniforms(seed, 1, draws))[None, None])
+    drawn = draw_search_tokens(logprobs, torch.from_numpy(search_uniforms(seed, 1, draws))[None, None])
     counts = torch.bincount(drawn.flatten(), minlength=6).double()
     expected = draws * logprobs[0, 0].double().softmax(-1)
     assert counts[expected == 0].sum() == 0
@@ -55,7 +67,7 @@ def test_each_row_draws_from_its_own() -> None:
     logprobs = torch.full((2, 3, 6), DEAD)
     for place in range(6):
         logprobs[place // 3, place % 3, place] = 0.0
-    drawn = draw(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
+    drawn = draw_search_tokens(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
     assert torch.equal(drawn, torch.arange(6).reshape(2, 3, 1).expand(2, 3, 4))
 
 
@@ -64,23 +76,23 @@ def test_each_row_draws_from_its_own() -> None:
 def test_the_impossible_is_not_drawn_at_either_end(chance: float, spread: float) -> None:
     logprobs = spread * torch.randn(1, 50, 1000, generator=torch.Generator().manual_seed(0))
     logprobs[..., :5] = logprobs[..., -5:] = DEAD
-    drawn = draw(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
+    drawn = draw_search_tokens(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
     assert (logprobs.gather(-1, drawn) > DEAD).all()
 
 
 def test_where_nothing_may_be_drawn_some_impossible_token_stands_for_it() -> None:
-    drawn = draw(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
+    drawn = draw_search_tokens(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
     assert drawn.tolist() == [[[3]]]
 
 
-SAMPLED = rules_of(3, stops=(1,), strategy=SampledEach())
+SAMPLED = rules_of(3, stops=(1,), strategy=RowSamplingStrategy())
 
 
-def sampled(rules: SelectRules, logits: torch.Tensor, chances: torch.Tensor) -> list[Step]:
-    beams, draws = Beams(torch.zeros(logits.shape[:2])), [(0, group) for group in range(len(logits))]
-    with patch.object(sampled_each, "uniforms", lambda _, group, __: chances[group].numpy()):
-        tensor, layout = packed(take_step(rules, logits, beams, Means(draws)))
-    return unpacked(tensor.numpy(), layout)
+def sampled(rules: SearchRules, logits: torch.Tensor, chances: torch.Tensor) -> list[SearchStepResult]:
+    beams, draws = SearchBeams(torch.zeros(logits.shape[:2])), [(0, group) for group in range(len(logits))]
+    with patch.object(sampled_each, "search_uniforms", lambda _, group, __: chances[group].numpy()):
+        tensor, layout = pack_search_step(take_search_step(rules, logits, beams, SearchInputs(draws)))
+    return unpack_search_steps(tensor.numpy(), layout)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -111,12 +123,14 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
     logits = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
     scores = -torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
     scores[1, 2] = DEAD
-    rules = rules_of(4, stops=(1, 2), num_logprobs=2, strategy=Drawn(replacement, 1, None, False))
+    rules = rules_of(4, stops=(1, 2), num_logprobs=2, strategy=JointSamplingStrategy(replacement, 1, None, False))
 
-    def steps(of: range) -> list[Step]:
+    def steps(of: range) -> list[SearchStepResult]:
         draws = [(at, 5) for at in of]
-        tensor, layout = packed(take_step(rules, logits[of], Beams(scores[of]), Means(draws)))
-        return unpacked(tensor.numpy(), layout)
+        tensor, layout = pack_search_step(
+            take_search_step(rules, logits[of], SearchBeams(scores[of]), SearchInputs(draws))
+        )
+        return unpack_search_steps(tensor.numpy(), layout)
 
     together = steps(range(3))
     for at in range(3):
@@ -126,24 +140,24 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 
 def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
-    rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=Drawn(False, 1, None, False))
-    beams, means = Beams(torch.zeros(2, 4)), Means([(at, 5) for at in range(2)])
-    every = take_step(rules, logits, beams, means)
-    kept = take_step(rules._replace(strategy=Drawn(False, 1, None, True)), logits, beams, means)
+    rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=JointSamplingStrategy(False, 1, None, False))
+    beams, means = SearchBeams(torch.zeros(2, 4)), SearchInputs([(at, 5) for at in range(2)])
+    every = take_search_step(rules, logits, beams, means)
+    kept = take_search_step(rules._replace(strategy=JointSamplingStrategy(False, 1, None, True)), logits, beams, means)
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):
         assert torch.equal(one, other.gather(1, best))
     assert kept.beam_logprobs is not None
     assert every.beam_logprobs is not None
     assert torch.equal(kept.beam_logprobs.ranks, every.beam_logprobs.ranks.gather(1, best))
-    for at, step in enumerate(unpacked(*as_packed(every))):
-        on_host = best_of(step)
+    for at, step in enumerate(unpack_search_steps(*as_packed(every))):
+        on_host = best_beam_of_strategy(step)
         assert on_host.tokens.tolist() == kept.tokens[at].tolist()
         assert on_host.scores.tolist() == kept.scores[at].tolist()
 
 
-def as_packed(step: Step) -> tuple[np.ndarray, Layout]:
-    tensor, layout = packed(step)
+def as_packed(step: SearchStepResult) -> tuple[np.ndarray, SearchResultLayout]:
+    tensor, layout = pack_search_step(step)
     return tensor.numpy(), layout
 
 
@@ -155,7 +169,7 @@ def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_joint_distribution_is_over_all_continuations_of_all_beams() -> None:
     scores, logprobs = beams(4, 1000)
-    p = joint_probabilities(scores, logprobs, LogitsFilters())
+    p = joint_search_probabilities(scores, logprobs, SearchFilters())
     assert p.dtype == torch.float64
     assert float(p.sum()) == pytest.approx(1, abs=1e-13)
     torch.testing.assert_close(p.sum(dim=1), scores.double().softmax(-1), rtol=1e-5, atol=0)
@@ -164,15 +178,15 @@ def test_the_joint_distribution_is_over_all_continuations_of_all_beams() -> None
 
 def test_the_temperature_of_the_joint_distribution_divides_cumulative_sums() -> None:
     scores, logprobs = beams(2, 3)
-    p = joint_probabilities(scores, logprobs, LogitsFilters(temperature=0.5))
+    p = joint_search_probabilities(scores, logprobs, SearchFilters(temperature=0.5))
     weights = (2 * (scores[:, None] + logprobs).double()).flatten().softmax(-1)
     torch.testing.assert_close(p.flatten(), weights, rtol=1e-4, atol=0)
 
 
 def test_filters_apply_once_to_the_joint_distribution() -> None:
     scores, logprobs = torch.tensor([0.0, 0.0]), torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]).log()
-    for filters in (LogitsFilters(top_k=2), LogitsFilters(top_p=0.6), LogitsFilters(min_p=0.5)):
-        p = joint_probabilities(scores, logprobs, filters).flatten()
+    for filters in (SearchFilters(top_k=2), SearchFilters(top_p=0.6), SearchFilters(min_p=0.5)):
+        p = joint_search_probabilities(scores, logprobs, filters).flatten()
         assert p.nonzero().flatten().tolist() == [0, 3]
         torch.testing.assert_close(p[[0, 3]], torch.tensor([5 / 14, 9 / 14]).double())
 
@@ -180,20 +194,22 @@ def test_filters_apply_once_to_the_joint_distribution() -> None:
 def test_dead_rows_have_no_mass() -> None:
     scores, logprobs = beams(3, 5)
     scores[1] = DEAD
-    p = joint_probabilities(scores, logprobs, LogitsFilters(temperature=0.7, top_k=20))
+    p = joint_search_probabilities(scores, logprobs, SearchFilters(temperature=0.7, top_k=20))
     assert p[1].sum() == 0
     assert float(p.sum()) == pytest.approx(1)
-    nothing = joint_probabilities(torch.full((3,), DEAD), logprobs, LogitsFilters(top_p=0.9))
+    nothing = joint_search_probabilities(torch.full((3,), DEAD), logprobs, SearchFilters(top_p=0.9))
     assert not nothing.any()
-    assert [len(draw_cells(nothing, 2, replacement, generator(0, 0))) for replacement in (True, False)] == [0, 0]
+    assert [
+        len(draw_search_cells(nothing, 2, replacement, search_generator(0, 0))) for replacement in (True, False)
+    ] == [0, 0]
 
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
     p = 3 * torch.tensor([[0.4, 0.0, 0.2], [0.0, 0.1, 0.3]]).double()  # need not be normalised
-    rng, counts, num_draws = generator(0, 1), np.zeros((6, 6)), 10_000
+    rng, counts, num_draws = search_generator(0, 1), np.zeros((6, 6)), 10_000
     for _ in range(num_draws):
-        counts[tuple(draw_cells(p, 2, replacement, rng))] += 1
+        counts[tuple(draw_search_cells(p, 2, replacement, rng))] += 1
     distribution = drawn_pair_distribution(p / p.sum(), replacement)
     expected = num_draws * distribution[distribution > 0]
     assert counts[distribution == 0].sum() == 0
@@ -205,21 +221,23 @@ def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
 @pytest.mark.parametrize("replacement", [True, False])
 def test_what_is_not_possible_is_marked(replacement: bool) -> None:
     p = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).double()
-    cells, is_possible = draw_continuations(p, 3, replacement, [generator(0, 1), generator(0, 2)])
+    cells, is_possible = draw_search_continuations(p, 3, replacement, [search_generator(0, 1), search_generator(0, 2)])
     assert is_possible.sum(dim=1).tolist() == [3 if replacement else 2, 0]
     assert set(cells[is_possible].tolist()) <= {1, 2}
 
 
 def test_without_replacement_there_are_no_more_cells_than_are_possible() -> None:
     p = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
-    assert sorted(draw_cells(p, 5, False, generator(0, 1))) == [1, 2]
-    assert len(draw_cells(p, 5, True, generator(0, 1))) == 5
+    assert sorted(draw_search_cells(p, 5, False, search_generator(0, 1))) == [1, 2]
+    assert len(draw_search_cells(p, 5, True, search_generator(0, 1))) == 5
 
 
 def test_without_replacement_a_cold_draw_is_beam_search() -> None:
     scores = torch.tensor([0.0, -0.5, -3.25])
     logprobs = -torch.randperm(100, generator=torch.Generator().manual_seed(0)).float().expand(3, 100)
     best = (scores[:, None] + logprobs).flatten().topk(8).indices.tolist()
-    cold, warm = (joint_probabilities(scores, logprobs, LogitsFilters(temperature)) for temperature in (0.01, 1.0))
-    assert all(draw_cells(cold, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))
-    assert not any(draw_cells(warm, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))
+    cold, warm = (
+        joint_search_probabilities(scores, logprobs, SearchFilters(temperature)) for temperature in (0.01, 1.0)
+    )
+    assert all(draw_search_cells(cold, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20))
+    assert not any(draw_search_cells(warm, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20))

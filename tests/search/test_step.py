@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of, shortcuts, steps_of
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Completes
-from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Step, packed
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.drawn import take_cells
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopStringConstraint
+from vllm_trie.search.filters import search_log_probabilities
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import SearchStepResult, pack_search_step
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.drawn import take_strategy_cells
 
 DEAD = float("-inf")
 Continuation = tuple[int, int, float]  # parent, token, score
@@ -31,7 +31,7 @@ Continuation = tuple[int, int, float]  # parent, token, score
 class Case(NamedTuple):
     """One step of some groups."""
 
-    rules: SelectRules
+    rules: SearchRules
     logits: torch.Tensor  # [G, r, V]
     scores: torch.Tensor  # [G, r]
     completing: frozenset[tuple[int, int]] | None  # parent and token of what completes a stop string
@@ -48,8 +48,8 @@ def decide(case: Case, group: int) -> Decision:
     """The rules of the table of semantics in docs/semantics.md, and of the slots."""
     rules, width, going = case.rules, case.rules.width, case.rules.num_beams or case.rules.width
     masked, strategy = rules.stops.barred_token_ids, rules.strategy
-    assert isinstance(strategy, Best)
-    logprobs = log_probabilities(case.logits[group], masked)
+    assert isinstance(strategy, BestStrategy)
+    logprobs = search_log_probabilities(case.logits[group], masked)
     total = (logprobs + case.scores[group, :, None]).tolist()
     num_rows, vocab_size = logprobs.shape
     ranked = sorted((-total[p][t], p, t) for p, t in product(range(num_rows), range(vocab_size)))
@@ -98,7 +98,7 @@ def decide(case: Case, group: int) -> Decision:
     return Decision(slots, finished)
 
 
-def listed(step: Step | Candidates) -> list[Continuation]:
+def listed(step: SearchStepResult | SearchCandidates) -> list[Continuation]:
     return [*zip(*(field.tolist() for field in step[:3]), strict=True)]
 
 
@@ -112,7 +112,7 @@ def check(case: Case) -> None:
 
     for allowed in (True, False):
         with shortcuts(allowed):
-            means = Means(completes=None if completing is None else Completes(judge))
+            means = SearchInputs(completes=None if completing is None else StopStringConstraint(judge))
             steps = steps_of(case.rules, case.logits, case.scores, means=means)
         for group, step in enumerate(steps):
             expected = decide(case, group)
@@ -128,12 +128,12 @@ def check(case: Case) -> None:
             check_logprobs(case, group, step)
 
 
-def check_logprobs(case: Case, group: int, step: Step) -> None:
+def check_logprobs(case: Case, group: int, step: SearchStepResult) -> None:
     rules = case.rules
     if rules.num_logprobs is None:
         assert step[4:] == (None,) * 5
         return
-    logprobs = log_probabilities(case.logits[group], rules.stops.barred_token_ids).tolist()
+    logprobs = search_log_probabilities(case.logits[group], rules.stops.barred_token_ids).tolist()
     assert step.top_logprobs is not None
     for row, tokens, best in zip(logprobs, *(field.tolist() for field in step.top_logprobs), strict=True):
         assert best == sorted(row, reverse=True)[: rules.num_logprobs]
@@ -188,7 +188,7 @@ def cases(draw: st.DrawFn) -> Case:
         are_barred=draw(st.booleans()),
         is_last=draw(st.booleans()),
         num_beams=draw(st.sampled_from([None, None, 1, max(width - 1, 1)])),
-        strategy=Best(semantics, factor),
+        strategy=BestStrategy(semantics, factor),
     )
     return Case(rules, logits, scores, completing)
 
@@ -239,16 +239,20 @@ def test_row_that_may_take_no_token_has_no_child() -> None:
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.randn(1, 2, 9)
     before = logits.clone()
-    take_step(rules_of(2, stops=(1,), are_barred=True, is_controlled=True), logits, Beams(torch.zeros(1, 2)))
+    take_search_step(
+        rules_of(2, stops=(1,), are_barred=True, is_controlled=True), logits, SearchBeams(torch.zeros(1, 2))
+    )
     assert torch.equal(logits, before)
 
 
-def drawn_step(cells: Collection[int], stops: tuple[int, ...], is_last: bool = False) -> tuple[Step, list[int]]:
+def drawn_step(
+    cells: Collection[int], stops: tuple[int, ...], is_last: bool = False
+) -> tuple[SearchStepResult, list[int]]:
     logprobs = torch.zeros(4, 10).log_softmax(-1)
     rules = rules_of(4, stops=stops, is_last=is_last)
     chosen = torch.tensor(list(cells), dtype=torch.int64)
-    (step, _), slots = take_cells(rules, logprobs, -torch.arange(4.0), chosen, Means())
-    assert packed(step)[0].shape[0] == 1
+    (step, _), slots = take_strategy_cells(rules, logprobs, -torch.arange(4.0), chosen, SearchInputs())
+    assert pack_search_step(step)[0].shape[0] == 1
     return step, slots.tolist()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.detokenizing import detokenizing_function
-from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, StopStrings
+from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, SearchStopStrings
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 CHARACTERS = "aaabbb \né€😀"
@@ -51,8 +51,8 @@ class Vocabulary(NamedTuple):
             rest = rest.removeprefix(self.pieces[ids[-1]])
         return ids
 
-    def stop_strings(self, *strings: str) -> StopStrings:
-        return StopStrings(strings, self.decode, len(self.pieces))
+    def stop_strings(self, *strings: str) -> SearchStopStrings:
+        return SearchStopStrings(strings, self.decode, len(self.pieces))
 
 
 def byte_level(pieces: list[bytes]) -> Vocabulary:
@@ -90,12 +90,12 @@ def random_strings(choose: random.Random, text: str) -> tuple[str, ...]:
     return tuple(sorted(part for part in parts if INCOMPLETE not in part))
 
 
-def completes(stop: StopStrings, token: int, prompt: list[int], generated: list[int]) -> bool:
+def completes(stop: SearchStopStrings, token: int, prompt: list[int], generated: list[int]) -> bool:
     return stop.is_completed_by(token, stop.end_of(prompt, generated))
 
 
 def check_every_place(
-    stop: StopStrings, decode: Callable[[list[int]], str], prompt: list[int], generated: list[int]
+    stop: SearchStopStrings, decode: Callable[[list[int]], str], prompt: list[int], generated: list[int]
 ) -> None:
     """Compare with decoding everything and looking for a string that ends where the text had not come before."""
     prompt_text, before = decode(prompt), ""
@@ -168,7 +168,7 @@ def test_trained_tokenizer_completes_what_the_whole_generated_text_says(seed: in
     prompt, generated = ids[:cut], ids[cut:]
     if strings := random_strings(choose, decode_trained(generated) + "\n"):
         check_every_place(
-            StopStrings(strings, decode_trained, len(trained_tokenizer())), decode_trained, prompt, generated
+            SearchStopStrings(strings, decode_trained, len(trained_tokenizer())), decode_trained, prompt, generated
         )
 
 
@@ -190,7 +190,7 @@ def test_any_of_several_strings_is_completed() -> None:
 
 def test_most_tokens_are_no_suspects() -> None:
     every_token = np.arange(len(trained_tokenizer()))
-    suspects = StopStrings(["\ndef", "\nclass"], decode_trained, len(every_token)).may_complete(every_token)
+    suspects = SearchStopStrings(["\ndef", "\nclass"], decode_trained, len(every_token)).may_complete(every_token)
     assert suspects[encode_trained("\nclass")[-1]]
     assert suspects.sum() < len(every_token) // 4
 
@@ -202,7 +202,7 @@ def test_tokens_are_suspected_in_any_shape_and_judged_once() -> None:
         decoded.extend(ids)
         return BYTE_LEVEL.decode(ids)
 
-    stop = StopStrings(["ab"], decode, len(PIECES))
+    stop = SearchStopStrings(["ab"], decode, len(PIECES))
     ids = np.array([[TOKEN[b"b"], TOKEN[b"a"]], [TOKEN[b"\xa9"], TOKEN[b"b"]]])
     assert stop.may_complete(ids).tolist() == [[True, False], [True, True]]
     assert {*decoded} == {*ids.flatten().tolist()}
@@ -218,7 +218,7 @@ def test_long_hypothesis_is_not_decoded_as_a_whole() -> None:
         lengths.append(len(ids))
         return BYTE_LEVEL.decode(ids)
 
-    stop = StopStrings(["aab"], decode, len(PIECES))
+    stop = SearchStopStrings(["aab"], decode, len(PIECES))
     assert completes(stop, TOKEN[b"b"], 999 * [TOKEN[b" "]], 999 * [TOKEN[b"a"]])
     assert max(lengths) <= CONTEXT + len("aab") + 1
 
@@ -235,7 +235,7 @@ def test_a_candidate_costs_no_more_where_strings_are_many_and_long() -> None:
             lengths.append(len(tokens))
             return decode_trained(tokens)
 
-        stop = StopStrings(some, decode, len(trained_tokenizer()))
+        stop = SearchStopStrings(some, decode, len(trained_tokenizer()))
         calls = num_calls(lambda stop=stop: stop.may_complete(np.array(candidates)))
         end, num_decoded = stop.end_of(prompt, generated), sum(lengths)
         lengths.clear()

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
 from tests.support.steps import offer
-from vllm_trie.search.stopping import EarlyStopping, Ended, HfPool, HypothesisPool, VllmPool
+from vllm_trie.search.stopping import (
+    EarlyStopping,
+    EndedSearchHypotheses,
+    HfSearchPool,
+    SearchHypothesisPool,
+    VllmSearchPool,
+)
 
 PROMPT_LENGTH = 5
 MAX_LENGTH = 14
@@ -108,13 +114,13 @@ class TransformersPool:
 def search_together(width: int, length_penalty: float, early_stopping: EarlyStopping, seed: int) -> tuple[int, int]:
     """Compare both pools after every step. Returns the length of the search and how many were outdone."""
     theirs = TransformersPool(width, length_penalty, early_stopping)
-    ours = HfPool(width, length_penalty, MAX_LENGTH, early_stopping)
+    ours = HfSearchPool(width, length_penalty, MAX_LENGTH, early_stopping)
     outdone = 0
     for length, ranked in enumerate(random_search(width, seed), start=1):
         held = {*ours.best(width).leaves.tolist()}
         offered = [*zip(*(field.tolist() for field in ranked), strict=True)][:width]
         sums, nodes = [total for total, stops, _ in offered if stops], [node for _, stops, node in offered if stops]
-        dropped = ours.add(Ended.of(sums, [TOKEN] * len(sums), nodes, [0] * len(sums)), length)
+        dropped = ours.add(EndedSearchHypotheses.of(sums, [TOKEN] * len(sums), nodes, [0] * len(sums)), length)
         held = held.union(nodes).difference(dropped.tolist())
         outdone += len(dropped)
         is_over = theirs.advance(ranked)
@@ -140,19 +146,19 @@ def test_pool_and_end_are_those_of_transformers(early_stopping: EarlyStopping, l
     assert sum(outdone) > SEARCHES // 10, "pools must overflow"
 
 
-def hf_pool(width: int, length_penalty: float, early_stopping: EarlyStopping = False) -> HypothesisPool:
-    return HfPool(width, length_penalty, MAX_LENGTH, early_stopping)
+def hf_pool(width: int, length_penalty: float, early_stopping: EarlyStopping = False) -> SearchHypothesisPool:
+    return HfSearchPool(width, length_penalty, MAX_LENGTH, early_stopping)
 
 
-def exact_hf_pool(width: int, length_penalty: float) -> HypothesisPool:
+def exact_hf_pool(width: int, length_penalty: float) -> SearchHypothesisPool:
     return hf_pool(width, length_penalty, "never")
 
 
-def vllm_pool(width: int, length_penalty: float) -> HypothesisPool:
-    return VllmPool(width, length_penalty, MAX_LENGTH, PROMPT_LENGTH, frozenset({EOS}))
+def vllm_pool(width: int, length_penalty: float) -> SearchHypothesisPool:
+    return VllmSearchPool(width, length_penalty, MAX_LENGTH, PROMPT_LENGTH, frozenset({EOS}))
 
 
-PoolOf = Callable[..., HypothesisPool]
+PoolOf = Callable[..., SearchHypothesisPool]
 every_kind = pytest.mark.parametrize("new_pool", [hf_pool, vllm_pool])
 
 
@@ -180,7 +186,7 @@ def test_nothing_that_runs_on_enters_a_settled_pool(
     for ends_at in range(length + 1, MAX_LENGTH + 1):
         score -= loss * choose.random()
         tokens = [EOS, TOKEN] if ends_at == MAX_LENGTH else [EOS]
-        outdone = pool.add(Ended.of([score] * len(tokens), tokens, tokens, [0] * len(tokens)), ends_at)
+        outdone = pool.add(EndedSearchHypotheses.of([score] * len(tokens), tokens, tokens, [0] * len(tokens)), ends_at)
         assert {*outdone.tolist()} == {*tokens}
     assert all(map(np.array_equal, pool.best(width), held))
 
@@ -193,8 +199,8 @@ def test_score_of_transformers_counts_every_generated_token(last_token: int) -> 
 
 
 def pool_of(
-    scores: list[float], new_pool: Callable[..., HypothesisPool] = hf_pool, **options: object
-) -> HypothesisPool:
+    scores: list[float], new_pool: Callable[..., SearchHypothesisPool] = hf_pool, **options: object
+) -> SearchHypothesisPool:
     """Room for three; node i has the score `scores[i]` at length 1."""
     pool = new_pool(3, options.pop("length_penalty", 0.0), **options)
     for node, score in enumerate(scores):
@@ -228,7 +234,7 @@ def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
 
 def test_beams_compete_with_what_is_finished_if_the_search_ends_here() -> None:
     pool = pool_of([-2.0, -1.0, -3.0])
-    running = Ended.of([-1.0, -np.inf, -2.5, -0.5], [TOKEN] * 4, [10, 11, 12, 13], [0, 1, 2, 3])
+    running = EndedSearchHypotheses.of([-1.0, -np.inf, -2.5, -0.5], [TOKEN] * 4, [10, 11, 12, 13], [0, 1, 2, 3])
     assert pool.best_so_far(5, running, 1).leaves.tolist() == [13, 1, 10, 0, 12]
     assert pool.best(5).leaves.tolist() == [1, 0, 2]
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.random_problems import EOS, NEAR_TIE, SEARCHES, TOLERANCE, Found, Problem, gap
 from tests.support.steps import offer, rules_of, steps_of
-from vllm_trie.search.stopping import TridecodePool
+from vllm_trie.search.stopping import TridecodeSearchPool
 
 
 def tridecode_search(problem: Problem, length_penalty: float) -> tuple[list[Found], int, float]:
@@ -42,7 +42,7 @@ def tridecode_search(problem: Problem, length_penalty: float) -> tuple[list[Foun
 def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], int]:
     """The best hypotheses, and how many steps it took to find them."""
     width = problem.width
-    pool = TridecodePool(width, length_penalty, problem.length)
+    pool = TridecodeSearchPool(width, length_penalty, problem.length)
     rows, scores, ended = [problem.prompt], np.zeros(1, dtype=np.float32), []
     for length in range(1, problem.length + 1):
         logits = torch.stack([problem.logits(row) for row in rows])[None]
@@ -78,7 +78,7 @@ def test_search_finds_what_the_loop_finds(length_penalty: float) -> None:
 
 
 def test_search_goes_on_for_one_step_after_the_pool_is_full() -> None:
-    pool = TridecodePool(2, 1.0, 9)
+    pool = TridecodeSearchPool(2, 1.0, 9)
     offer(pool, -1.0, 3, EOS, 0)
     assert not pool.is_done(-5.0, 3)
     offer(pool, -2.0, 4, EOS, 1)

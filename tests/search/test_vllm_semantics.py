@@ -12,7 +12,7 @@ from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 from tests.support.random_problems import EOS, MAX_LENGTH, NEAR_TIE, SEARCHES, TOKEN, TOLERANCE, Found, Problem, gap
 from tests.support.steps import offer, rules_of, steps_of
 from vllm_trie.compat.versions import own_vllm_beams
-from vllm_trie.search.stopping import VllmPool
+from vllm_trie.search.stopping import VllmSearchPool
 
 penalties = st.one_of(st.sampled_from([-1.0, 0.0, 1.0, 2.0]), st.floats(-3, 3))
 
@@ -46,7 +46,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
     """The best hypotheses, and how many steps it took to find them."""
     width = problem.width
     uneven = (len(problem.prompt), frozenset({EOS})) if counts_prompt else (0, frozenset())
-    pool = VllmPool(width, length_penalty, problem.length, *uneven)
+    pool = VllmSearchPool(width, length_penalty, problem.length, *uneven)
     rows, scores = [problem.prompt], np.zeros(1, dtype=np.float32)
     ended: list[list[int]] = []
     for length in range(1, problem.length + 1):
@@ -95,17 +95,17 @@ def test_score_is_that_of_vllm(
     prompt: list[int], generated: list[int], sum_logprobs: float, length_penalty: float, uncounted: set[int]
 ) -> None:
     if own_vllm_beams().counts_prompt:
-        pool = VllmPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
+        pool = VllmSearchPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
         eos = generated[-1] if generated[-1] in uncounted else -1
         theirs = get_beam_search_score([*prompt, *generated], sum_logprobs, eos, length_penalty)
     else:
-        pool = VllmPool(2, length_penalty, MAX_LENGTH, 0, frozenset())
+        pool = VllmSearchPool(2, length_penalty, MAX_LENGTH, 0, frozenset())
         theirs = get_beam_search_score(len(generated), sum_logprobs, length_penalty)
     assert pool.score(sum_logprobs, len(generated), generated[-1]) == pytest.approx(theirs, rel=1e-12)
 
 
 def test_hypothesis_in_which_nothing_counts_has_a_score() -> None:
-    assert VllmPool(1, 1.0, MAX_LENGTH, 0, frozenset({EOS})).score(-2.0, 1, EOS) == -2.0
+    assert VllmSearchPool(1, 1.0, MAX_LENGTH, 0, frozenset({EOS})).score(-2.0, 1, EOS) == -2.0
 
 
 @settings(max_examples=500, derandomize=True)
@@ -113,7 +113,7 @@ def test_hypothesis_in_which_nothing_counts_has_a_score() -> None:
 def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     prompt_length: int, length: int, held_length: int, held: float, length_penalty: float
 ) -> None:
-    pool = VllmPool(1, length_penalty, MAX_LENGTH, prompt_length, frozenset({EOS}))
+    pool = VllmSearchPool(1, length_penalty, MAX_LENGTH, prompt_length, frozenset({EOS}))
     offer(pool, held, held_length, TOKEN, 0)
     best_end = (MAX_LENGTH, TOKEN) if length_penalty > 0 else (length + 1, EOS)
     equal = pool.best(1).scores[0] / pool.score(1.0, *best_end)  # the sum at which the best end has the same score

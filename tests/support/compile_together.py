@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.compiling import compile_kernels_together
 
@@ -41,7 +41,7 @@ device: Any = SimpleNamespace(
 def launch() -> None:
     for width in WIDTHS:
         parents, tokens = torch.zeros(2, 1, 2 * width, dtype=torch.int64)
-        candidates = Candidates(parents, tokens, torch.zeros(1, 2 * width))
+        candidates = SearchCandidates(parents, tokens, torch.zeros(1, 2 * width))
         slots.launch_select_next(candidates, torch.ones(1, 2 * width, dtype=torch.bool), width, width)
 
 

@@ -59,7 +59,7 @@ class Branches:
 
 
 def draw(rng: Branches, p: torch.Tensor, count: int, _replacement: bool) -> np.ndarray:
-    """In place of `draw_cells`, for one cell at most. The last is not branched on: its distribution is kept instead."""
+    """In place of `draw_search_cells`, for one cell at most. The last is not branched on: its distribution is kept."""
     if not count:
         return np.zeros(0, dtype=np.int64)
     distribution = (p.flatten() / p.sum()).numpy()
@@ -75,7 +75,9 @@ def branches(
 ) -> Iterator[tuple[Branches, AcceptedLayer]]:
     """Every way through `run`, and what it returns."""
     paths: list[list[int]] = [[]]
-    with patch.object(rejection, "draw_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)):
+    with patch.object(
+        rejection, "draw_search_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)
+    ):
         while paths:
             rng = Branches(paths.pop(), width)
             verified = run(rng)

@@ -62,8 +62,8 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(launches, "worker_runs_kernels_on", lambda _: True))
         for name, module in sorted(sys.modules.items()):
-            if name.startswith("vllm_trie.") and hasattr(module, "sees"):
-                stack.enter_context(patch.object(module, "sees", lambda _: False))
+            if name.startswith("vllm_trie.") and hasattr(module, "is_searched_on_host"):
+                stack.enter_context(patch.object(module, "is_searched_on_host", lambda _: False))
         yield
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 
 EOS = 1
 Item = tuple[int, ...]
@@ -23,11 +23,13 @@ def random_items(count: int, lengths: Sequence[int], seed: int = 0, tokens: tupl
     return sorted(items)
 
 
-def along_of(items: Sequence[Item], rules: ItemRules, stops: tuple[int, ...] = (), device: str = "cpu") -> AlongItems:
+def along_of(
+    items: Sequence[Item], rules: ItemConstraint, stops: tuple[int, ...] = (), device: str = "cpu"
+) -> ConstraintAlongItems:
     """The constraint that holds rows to them, on a device."""
     catalog = Catalog.from_sequences(items)
     arrays = (torch.tensor(array, device=device) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
-    return AlongItems(rules, ItemTrie(*arrays, catalog.most_children), stops)
+    return ConstraintAlongItems(rules, ConstraintTrie(*arrays, catalog.most_children), stops)
 
 
 def along(items: Sequence[Item], prompt: list[int], ends: int | None = EOS) -> Callable[[int, torch.Tensor], list[int]]:

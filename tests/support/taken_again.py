@@ -6,7 +6,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from vllm_trie.search import devices
-from vllm_trie.search.step_result import Taken
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
 
 
@@ -24,9 +24,9 @@ class TakenAgain(SelectionGraphCapture):
     def has_room(self, num_bytes: int) -> bool:
         return self.has_memory
 
-    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
+    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
         self.count += 1
-        with patch.object(devices, "uploaded", side_effect=AssertionError("uploaded in a capture")):
+        with patch.object(devices, "uploaded_for_search", side_effect=AssertionError("uploaded in a capture")):
             kept = run()
         places = [*kept.going[:3], kept.words]
         for place in places:

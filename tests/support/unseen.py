@@ -15,13 +15,13 @@ from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 def pretend_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host see nothing of what the device has of forests."""
     for module in (draft_by_model, forest_walk, searched_forest):
-        monkeypatch.setattr(module, "sees", lambda _: False)
+        monkeypatch.setattr(module, "is_searched_on_host", lambda _: False)
 
 
 def grow_unseen_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let forests grow as on a GPU in every other step."""
     turns = cycle([False, True])
-    monkeypatch.setattr(draft_by_model, "sees", lambda _: next(turns))
+    monkeypatch.setattr(draft_by_model, "is_searched_on_host", lambda _: next(turns))
 
 
 def paths_before(unseen: DeviceForests, number: int) -> Iterator[tuple[ForestGrowthPlan, list[int] | None]]:

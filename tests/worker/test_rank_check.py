@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from vllm_trie.messages import DecidedMessage
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.worker.rank_check import disputes_of_worker_ranks, worker_ranks_as_text
 
 
 def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> str:
-    nothing = Candidates(np.zeros(0), np.zeros(0), np.zeros(0))
-    step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing)
+    nothing = SearchCandidates(np.zeros(0), np.zeros(0), np.zeros(0))
+    step = SearchStepResult(np.array(parents), np.array(tokens), np.array(scores), nothing)
     return worker_ranks_as_text(DecidedMessage([step, step]).as_arrays())
 
 

@@ -18,7 +18,7 @@ from vllm_trie.catalog.store import CatalogStore
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
-from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.catalog import ItemConstraint
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -83,7 +83,7 @@ class CatalogCounts(NamedTuple):
 class NoGroupCatalog:
     """What a search without a catalog has in its place."""
 
-    constraints: tuple[ItemRules, ...] = ()
+    constraints: tuple[ItemConstraint, ...] = ()
     brings: Mapping[Hashable, int] = {}
 
     def __init__(self, params: BeamParams) -> None:
@@ -115,7 +115,7 @@ class GroupCatalogUse(NoGroupCatalog):
         after = params.catalog_after
         assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
         counts = params.catalog_items, after, params.catalog_stop, params.catalog_renormalize
-        self.rules = ItemRules(catalog.digest, *counts)
+        self.rules = ItemConstraint(catalog.digest, *counts)
         self.constraints = (self.rules,)
         self.brings = brings
         self._catalog, self._store = catalog, store

@@ -18,7 +18,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_trie.messages import RowMasks
 from vllm_trie.options import BeamParams
-from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.grammar import GrammarConstraint
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -55,12 +55,12 @@ class GroupGrammar:
 
     Args:
         request: vLLM's, which has the grammar once it is compiled. Its own matcher stays at the beginning.
-        num_seen: See `Grammar`.
+        num_seen: See `GrammarConstraint`.
     """
 
     def __init__(self, request: StructuredOutputRequest, num_seen: int | None) -> None:
         self._request = request
-        self.constraint = Grammar(num_seen)
+        self.constraint = GrammarConstraint(num_seen)
         self.restart()
 
     def restart(self) -> None:

@@ -12,10 +12,17 @@ from vllm_trie.engine.hypothesis import NO_HYPOTHESES, GroupHypotheses, GroupTok
 from vllm_trie.engine.plan import GroupPlan
 from vllm_trie.engine.stats import GroupCounts
 from vllm_trie.messages import Resumed
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool, are_among
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, SearchTopLogprobs
+from vllm_trie.search.stopping import (
+    NO_ENDED,
+    NO_TOKEN,
+    EndedSearchHypotheses,
+    FinishedSearchHypotheses,
+    SearchHypothesisPool,
+    are_search_tokens_among,
+)
 from vllm_trie.trie import num_equal_trie_columns
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
@@ -130,7 +137,7 @@ class BeamGroup:
             return None
         return Resumed(self.hypotheses.histories(), self.hypotheses.row_scores(), self._rank_scores)
 
-    def next_rules(self, ahead: int = 0) -> SelectRules:
+    def next_rules(self, ahead: int = 0) -> SearchRules:
         """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
         return self.plan.rules(self.planned_length + 1 + ahead, self.pool)
 
@@ -138,7 +145,7 @@ class BeamGroup:
         """What decides the draws of the next step to be scheduled, if there are any."""
         return self.plan.draw(self.planned_length + 1)
 
-    def advance(self, step: Step) -> bool:
+    def advance(self, step: SearchStepResult) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over.
 
         Raises:
@@ -154,14 +161,14 @@ class BeamGroup:
             self.best_end = trie.parent(best)
         if is_over or self.num_steps_left == 0:
             return True
-        beams = Candidates(self._rows(step.parents), step.tokens, step.scores)
+        beams = SearchCandidates(self._rows(step.parents), step.tokens, step.scores)
         trie.advance(*beams, _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
         self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
         if self.matchers is not None:
             self.matchers.advance(*beams)
         return False
 
-    def _finish(self, step: Step) -> Ended:
+    def _finish(self, step: SearchStepResult) -> EndedSearchHypotheses:
         """Take in the hypotheses that end in one step."""
         finished, rank_scores = step.finished, step.rank_scores
         if not len(finished.tokens):
@@ -169,7 +176,7 @@ class BeamGroup:
         reports = _group_token_reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
         sums = finished.scores if rank_scores is None else rank_scores.finished
-        return Ended(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
+        return EndedSearchHypotheses(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
 
     def next_part(self) -> EngineAnswerPart | None:
         """What is new, if anything, of what the answer begins with whatever comes.
@@ -182,7 +189,7 @@ class BeamGroup:
         """
         stream, trie = self.stream, self.hypotheses
         assert stream is not None
-        assert isinstance(self.pool, HypothesisPool)
+        assert isinstance(self.pool, SearchHypothesisPool)
         if stream.is_decided:
             return None
         scores = trie.row_scores()
@@ -208,7 +215,7 @@ class BeamGroup:
             return self.best(count)
         sums = trie.row_scores() if self._rank_scores is None else self._rank_scores
         rows = np.arange(trie.width)
-        running = Ended(sums.astype(np.float64), trie.row_tokens(), ~rows, rows)
+        running = EndedSearchHypotheses(sums.astype(np.float64), trie.row_tokens(), ~rows, rows)
         return self._found(self.pool.best_so_far(count, running, self.length))
 
     @property
@@ -232,13 +239,13 @@ class BeamGroup:
         self.hypotheses.check_invariants()
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
-    def _found(self, best: Finished) -> GroupHypotheses:
+    def _found(self, best: FinishedSearchHypotheses) -> GroupHypotheses:
         (scores, leaves), trie, rules = best, self.hypotheses, self.plan.select_rules
         if not len(leaves):
             return NO_HYPOTHESES
         token_ids = trie.tokens(leaves)
         is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
-        stops = is_finished & are_among(last_tokens, self.plan.stop_rules.stop_token_ids)
+        stops = is_finished & are_search_tokens_among(last_tokens, self.plan.stop_rules.stop_token_ids)
         return GroupHypotheses(
             leaves,
             token_ids,
@@ -253,8 +260,8 @@ class BeamGroup:
 def _group_token_reports(
     parents: np.ndarray,
     tokens: np.ndarray,
-    own: TokenLogprobs[np.ndarray] | None,
-    top_logprobs: TopLogprobs[np.ndarray] | None,
+    own: SearchTokenLogprobs[np.ndarray] | None,
+    top_logprobs: SearchTopLogprobs[np.ndarray] | None,
 ) -> Notes:
     """What is returned of the newest token of each: `GroupTokenReports`, where there are log-probabilities."""
     if own is None or top_logprobs is None:

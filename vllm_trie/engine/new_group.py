@@ -22,14 +22,21 @@ from vllm_trie.sampling_params import (
     sampling_params_ignored_stops,
     sampling_params_stops,
 )
-from vllm_trie.search import on_demand
+from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import SelectRules, Strategy
-from vllm_trie.search.stopping import HfPool, Pool, StochasticPool, StopRules, TridecodePool, VllmPool
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.token_tables import TokenIds
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.rules import SearchRules, SearchStrategy
+from vllm_trie.search.stopping import (
+    HfSearchPool,
+    SearchPool,
+    SearchStopRules,
+    StochasticSearchPool,
+    TridecodeSearchPool,
+    VllmSearchPool,
+)
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.token_tables import SearchTokenIds
 
 
 def new_group(
@@ -53,22 +60,24 @@ def new_group(
     assert sampling is not None
     stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
-    stop_ids, eos_token_id = TokenIds(sampling_params_stops(sampling)), ticket.eos_token_id
+    stop_ids, eos_token_id = SearchTokenIds(sampling_params_stops(sampling)), ticket.eos_token_id
     ending = frozenset(stop_ids)
-    stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
+    stop_rules = SearchStopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = group_grammar_of(request, params)
     grammar = () if matchers is None else (matchers.constraint,)
     others = list[Constraint]()
     if params.no_repeat_ngram_size:
-        others.append(on_demand("constraints.ngrams:NoRepeats")(params.no_repeat_ngram_size))
+        others.append(search_part_on_demand("constraints.ngrams:NGramConstraint")(params.no_repeat_ngram_size))
     if params.phrase_boosts:
-        others.append(on_demand("constraints.phrase_boosts:PhraseBoosts").of(params.phrase_boosts))
+        others.append(search_part_on_demand("constraints.phrase_boosts:PhraseBoostConstraint").of(params.phrase_boosts))
     if params.contrast is not None:
-        others.append(on_demand("constraints.contrast:Contrast")(**contrast_option_weights(params.contrast)))
-    select_rules = SelectRules(
+        others.append(
+            search_part_on_demand("constraints.contrast:ContrastConstraint")(**contrast_option_weights(params.contrast))
+        )
+    select_rules = SearchRules(
         catalog.num_beams(len(stop_ids)),
         _new_group_strategy(params, _new_group_padding(ticket, stop_ids)),
-        Stops(
+        StopConstraints(
             stop_ids,
             stop_strings,
             sampling.skip_special_tokens,
@@ -110,7 +119,7 @@ def new_group_pool(
     prompt_length: int = 0,
     uncounted: frozenset[int] = frozenset(),
     stop_token_ids: frozenset[int] | None = frozenset(),
-) -> Pool:
+) -> SearchPool:
     """Where finished hypotheses compete, by a search's semantics.
 
     Args:
@@ -122,26 +131,30 @@ def new_group_pool(
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
         counted = (prompt_length, uncounted) if own_vllm_beams().counts_prompt else (0, frozenset())
-        return VllmPool(width, penalty, max_length, *counted)
+        return VllmSearchPool(width, penalty, max_length, *counted)
     if params.semantics == "tridecode":
-        return TridecodePool(width, penalty, max_length)
+        return TridecodeSearchPool(width, penalty, max_length)
     if params.stochastic:
-        return StochasticPool(width, penalty, max_length)
+        return StochasticSearchPool(width, penalty, max_length)
     if params.num_beam_groups > 1:
         of_group = width // params.num_beam_groups
-        pools = [HfPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)]
-        pool: Pool = on_demand("group_pools:GroupPools")(pools, stop_token_ids)
+        pools = [
+            HfSearchPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)
+        ]
+        pool: SearchPool = search_part_on_demand("group_pools:SearchGroupPools")(pools, stop_token_ids)
         return pool
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
-    return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
+    return HfSearchPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
 
-def _new_group_pruning(beam: BeamParams, rules: StopRules) -> Pruning:
+def _new_group_pruning(beam: BeamParams, rules: SearchStopRules) -> SearchPruning:
     """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
     may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
     if beam.semantics == "vllm" and own_vllm_beams().stops_by_generation_config and may_stop_otherwise:
-        return Pruning(per_parent=2 * beam.beam_width)
-    return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
+        return SearchPruning(per_parent=2 * beam.beam_width)
+    return SearchPruning(
+        beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent
+    )
 
 
 def _new_group_padding(ticket: GroupTicketMessage, stop_ids: tuple[int, ...]) -> int | None:
@@ -151,18 +164,20 @@ def _new_group_padding(ticket: GroupTicketMessage, stop_ids: tuple[int, ...]) ->
     return ticket.eos_token_id if ticket.eos_token_id in stop_ids else stop_ids[0]
 
 
-def _new_group_strategy(beam: BeamParams, padding: int | None) -> Strategy:
+def _new_group_strategy(beam: BeamParams, padding: int | None) -> SearchStrategy:
     """How beams are chosen; see `_new_group_padding`."""
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
         if beam.stochastic:
-            return on_demand("strategies.stochastic:Stochastic")()
-        drawn = on_demand("strategies.drawn:Drawn")
+            return search_part_on_demand("strategies.stochastic:StochasticStrategy")()
+        drawn = search_part_on_demand("strategies.drawn:JointSamplingStrategy")
         return drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
     if beam.num_beam_groups == 1:
-        return Best(beam.semantics or "hf")
-    return on_demand("strategies.in_groups:InGroups")(beam.num_beam_groups, float(beam.diversity_penalty), padding)
+        return BestStrategy(beam.semantics or "hf")
+    return search_part_on_demand("strategies.in_groups:DiverseGroupsStrategy")(
+        beam.num_beam_groups, float(beam.diversity_penalty), padding
+    )
 
 
 def is_group_request_unchecked(request: Request) -> bool:

@@ -10,16 +10,16 @@ from typing import NamedTuple
 from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
-from vllm_trie.search import on_demand
-from vllm_trie.search.rules import SelectRules, Strategy
-from vllm_trie.search.stopping import Pool, StopRules
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search import search_part_on_demand
+from vllm_trie.search.rules import SearchRules, SearchStrategy
+from vllm_trie.search.stopping import SearchPool, SearchStopRules
+from vllm_trie.search.strategies.best import BestStrategy
 
 
 class Phase(NamedTuple):
     """What is particular about some steps of a search."""
 
-    strategy: Strategy
+    strategy: SearchStrategy
     may_stop: bool  # `min_tokens` is reached
     looks_for_stops: bool  # where a hypothesis may stop, stop tokens end it
     is_last: bool
@@ -50,10 +50,10 @@ class GroupPlan:
     params: BeamParams
     num_outputs: int
     caller: Caller
-    stop_rules: StopRules
-    select_rules: SelectRules
+    stop_rules: SearchStopRules
+    select_rules: SearchRules
     catalog: NoGroupCatalog
-    new_pool: Callable[[], Pool]
+    new_pool: Callable[[], SearchPool]
     prompt_length: int
     uncounted_eos: int | None
     seed: int
@@ -75,7 +75,7 @@ class GroupPlan:
         sizes = {key: key.num_bytes for key in self.select_rules.constraints}
         return {**self.catalog.brings, **{key: size for key, size in sizes.items() if size}}
 
-    def rules(self, length: int, pool: Pool) -> SelectRules:
+    def rules(self, length: int, pool: SearchPool) -> SearchRules:
         """How the worker selects in the step that makes beams this long: the same object for the same rules."""
         phase = self._phase(length, pool)
         if (rules := self._known.get(phase)) is None:
@@ -84,15 +84,15 @@ class GroupPlan:
         return rules
 
     @cached_property
-    def _known(self) -> dict[Phase, SelectRules]:
+    def _known(self) -> dict[Phase, SearchRules]:
         """The rules that were asked for last."""
         return {}
 
-    def _phase(self, length: int, pool: Pool) -> Phase:
+    def _phase(self, length: int, pool: SearchPool) -> Phase:
         may_stop, strategy = length > self.stop_rules.min_length, self.select_rules.strategy
         if length <= self.params.sample_first:
-            strategy = on_demand("strategies.sampled:SampledEach")()
-        elif not isinstance(strategy, Best):
+            strategy = search_part_on_demand("strategies.sampled:RowSamplingStrategy")()
+        elif not isinstance(strategy, BestStrategy):
             strategy = strategy.with_done(pool.done)
         elif self.uncounted_eos is not None:
             strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
@@ -101,7 +101,7 @@ class GroupPlan:
         is_last = length == self.stop_rules.max_length
         return Phase(strategy, may_stop, looks_for_stops, is_last, self._num_beams(length))
 
-    def _rules_in(self, phase: Phase) -> SelectRules:
+    def _rules_in(self, phase: Phase) -> SearchRules:
         stops = self.select_rules.stops
         if phase.may_stop:
             stops = stops._replace(ignored_token_ids=())

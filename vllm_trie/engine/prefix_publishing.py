@@ -22,7 +22,7 @@ from vllm.v1.utils import ConstantList
 
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import SearchStepResult
 
 Hasher = Callable[[Request], list[BlockHash]]
 
@@ -55,7 +55,7 @@ class GroupPrefixCache:
             del request.block_hashes[request.num_prompt_tokens // self._hash_block_size :]
             request.block_hashes.extend(self._hasher(request))
 
-    def enter(self, request: Request, group: BeamGroup, steps: Sequence[Step], length: int) -> None:
+    def enter(self, request: Request, group: BeamGroup, steps: Sequence[SearchStepResult], length: int) -> None:
         """Enter the best finished hypothesis, which ended in one of these steps, as far as a row holds it.
 
         What a forest computed beyond its roots is left out: rows hold it of the beams alone that all steps led to.

@@ -8,12 +8,12 @@ import numpy as np
 
 
 @cache
-def on_demand(name: str) -> Any:
+def search_part_on_demand(name: str) -> Any:
     """What few searches need, by "module:name" in this package: the first search that does loads it."""
     return resolve_name(f"{__name__}.{name}")
 
 
-def spans(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
+def search_spans(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
     """Consecutive numbers: start, start + 1, ... for each of some spans, one after the other.
 
     Args:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.devices import NEVER, filled, numbers
-from vllm_trie.search.step_result import Going
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
+from vllm_trie.search.devices import NEVER, filled_for_search, search_numbers
+from vllm_trie.search.step_result import NextSearchBeams
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
 
 
-class Beams(NamedTuple):
+class SearchBeams(NamedTuple):
     """What r rows of each of G groups carry; on the device.
 
     Args:
@@ -42,7 +42,7 @@ class Beams(NamedTuple):
         return self.scores if self.rank_scores is None else self.rank_scores
 
     @classmethod
-    def join(cls, groups: Sequence[Beams]) -> Beams:
+    def join(cls, groups: Sequence[SearchBeams]) -> SearchBeams:
         """Those of all groups, which are equally wide and under equal constraints."""
         if len(groups) == 1:
             return groups[0]
@@ -51,38 +51,38 @@ class Beams(NamedTuple):
         scores = torch.cat([beams.scores for beams in groups])
         return cls(scores, torch.cat(rank_scores) if rank_scores else None, states)
 
-    def at(self, place: int) -> Beams:
+    def at(self, place: int) -> SearchBeams:
         """Those of one group."""
         if len(self.scores) == 1:
             return self
         return self._each(lambda of_groups: of_groups[place : place + 1])
 
-    def rows(self, which: slice) -> Beams:
+    def rows(self, which: slice) -> SearchBeams:
         """Those of some rows of each group."""
         return self._each(lambda of_rows: of_rows[:, which])
 
-    def gather(self, parents: torch.Tensor) -> Beams:
+    def gather(self, parents: torch.Tensor) -> SearchBeams:
         """What rows carry that continue these: [G, k] which."""
-        return self._each(lambda of_rows: _gathered(of_rows, parents))
+        return self._each(lambda of_rows: _gathered_in_search(of_rows, parents))
 
-    def only(self, lives: torch.Tensor) -> Beams:
+    def only(self, lives: torch.Tensor) -> SearchBeams:
         """The same, where of the rows only these live: [G, r] bool."""
-        never = filled((), NEVER, self.scores.device)
+        never = filled_for_search((), NEVER, self.scores.device)
         rank_scores = None if self.rank_scores is None else self.rank_scores.where(lives, never)
         return self._replace(scores=self.scores.where(lives, never), rank_scores=rank_scores)
 
-    def advance(self, tokens: torch.Tensor) -> Beams:
+    def advance(self, tokens: torch.Tensor) -> SearchBeams:
         """The same after one more token [G, r] each, as far as constraints go."""
         states = {key: key.advance(state, tokens) for key, state in self.states.items()}
         return self._replace(states=states, length=None)
 
-    def after(self, going: Going) -> Beams:
+    def after(self, going: NextSearchBeams) -> SearchBeams:
         """What the next beams carry, by slot."""
         states = dict(going.states or {})
         for key, state in self.states.items():
-            if key.source is Source.LAST_STEP and key not in states:
-                states[key] = key.advance(_gathered(state, going.parents), going.tokens)
-        return Beams(going.scores, going.rank_scores, states)
+            if key.source is ConstraintSource.LAST_STEP and key not in states:
+                states[key] = key.advance(_gathered_in_search(state, going.parents), going.tokens)
+        return SearchBeams(going.scores, going.rank_scores, states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether all constraints allow a token [G, r], and something after it."""
@@ -132,18 +132,18 @@ class Beams(NamedTuple):
             logprobs = logprobs if key is done else key.narrow(logprobs, state)
         return logprobs
 
-    def _each(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Beams:
+    def _each(self, part: Callable[[torch.Tensor], torch.Tensor]) -> SearchBeams:
         """The same part of all that they carry."""
         rank_scores = None if self.rank_scores is None else part(self.rank_scores)
         states = {key: part(state) for key, state in self.states.items()}
-        return Beams(part(self.scores), rank_scores, states, self.length)
+        return SearchBeams(part(self.scores), rank_scores, states, self.length)
 
 
-def gather_states(states: States, parents: torch.Tensor) -> States:
+def gather_search_states(states: States, parents: torch.Tensor) -> States:
     """[G, k, ...] of rows that continue these [G, k]."""
-    return {key: _gathered(state, parents) for key, state in states.items()}
+    return {key: _gathered_in_search(state, parents) for key, state in states.items()}
 
 
-def _gathered(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+def _gathered_in_search(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
     """[G, k, ...] of [G, r, ...]."""
-    return of_rows[numbers(len(of_rows), of_rows.device)[:, None], parents.long()]
+    return of_rows[search_numbers(len(of_rows), of_rows.device)[:, None], parents.long()]

@@ -19,26 +19,26 @@ NEVER = float("-inf")
 ALIGNMENT = 16  # bytes, at which Triton compiles kernels for aligned arguments
 
 
-def sees(device: torch.device) -> bool:
+def is_searched_on_host(device: torch.device) -> bool:
     """Whether a look at a tensor of this device costs nothing, and may save work; elsewhere the host would wait."""
     return device.type == "cpu"
 
 
-_borrowers: list[list[torch.Tensor]] = []
+_pins: list[list[torch.Tensor]] = []
 
 
 @contextmanager
-def borrowed() -> Iterator[list[torch.Tensor]]:
-    """All tensors of `kept` functions that are asked for within it: whoever holds them keeps them where they are."""
+def pinned_search_tensors() -> Iterator[list[torch.Tensor]]:
+    """The `cached_search_tensors` that are asked for within it: whoever holds them keeps them where they are."""
     tensors: list[torch.Tensor] = []
-    _borrowers.append(tensors)
+    _pins.append(tensors)
     try:
         yield tensors
     finally:
-        _borrowers.pop()
+        _pins.pop()
 
 
-def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+def cached_search_tensors(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
     """Lets a function make a tensor once for the same arguments, as far as the `most` newest go."""
 
     def decorate(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
@@ -47,7 +47,7 @@ def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.T
         @wraps(make)
         def get(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
             tensor: torch.Tensor = cached(*args, **kwargs)
-            for tensors in _borrowers:
+            for tensors in _pins:
                 tensors.append(tensor)
             return tensor
 
@@ -57,7 +57,7 @@ def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.T
     return decorate
 
 
-class NewestKept(Generic[Made]):
+class SearchCache(Generic[Made]):
     """What was made of keys, as far as that which was used last takes so many bytes."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -82,7 +82,7 @@ class NewestKept(Generic[Made]):
         self._total = 0
 
 
-def kept_within(
+def cached_search_tensors_within(
     most_bytes: int, num_bytes_of_key: Callable[..., int]
 ) -> Callable[[Callable[[*Arguments], torch.Tensor]], Callable[[*Arguments], torch.Tensor]]:
     """Lets a function make a tensor once for the same arguments, as far as those used last take so many bytes.
@@ -93,12 +93,12 @@ def kept_within(
     """
 
     def decorate(make: Callable[[*Arguments], torch.Tensor]) -> Callable[[*Arguments], torch.Tensor]:
-        newest = NewestKept[torch.Tensor](most_bytes)
+        newest = SearchCache[torch.Tensor](most_bytes)
 
         @wraps(make)
         def get(*args: *Arguments) -> torch.Tensor:
             tensor = newest.get(args, lambda: make(*args), lambda made: made.nbytes + num_bytes_of_key(*args))
-            for tensors in _borrowers:
+            for tensors in _pins:
                 tensors.append(tensor)
             return tensor
 
@@ -108,44 +108,44 @@ def kept_within(
     return decorate
 
 
-@kept(1024)
-def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+@cached_search_tensors(1024)
+def search_constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[n] int64 of few values, uploaded once. Not to be written to."""
-    return uploaded(np.array(values, dtype=np.int64), device)
+    return uploaded_for_search(np.array(values, dtype=np.int64), device)
 
 
-@kept(1024)
-def numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
+@cached_search_tensors(1024)
+def search_numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
     """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts that come again and again."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 
-@kept(1024)
-def filled(shape: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
+@cached_search_tensors(1024)
+def filled_for_search(shape: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
     """`value` everywhere."""
     return torch.full(shape, value, device=device)
 
 
-def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """What the host has made, there: a copy for which nobody waits."""
     on_host = torch.from_numpy(array)
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
-def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Some arrays, there, by one copy for which nobody waits; each is aligned."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
     packed = np.empty(starts[-1], dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):
         packed[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-    there = uploaded(packed, device)
+    there = uploaded_for_search(packed, device)
     return [
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, start in zip(arrays, starts.tolist(), strict=False)
     ]
 
 
-class CopyToHost:
+class SearchCopyToHost:
     """A copy of what a tensor holds at this moment of its device's stream, for which nobody waits yet."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -161,13 +161,15 @@ class CopyToHost:
         return self._on_host.numpy()
 
 
-def uploaded_once(array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:
+def uploaded_once_for_search(
+    array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64
+) -> torch.Tensor:
     """The same of integers that come again and again, uploaded the first time. Not to be written to."""
-    return _uploaded_once(array.astype(dtype).tobytes(), array.shape, dtype, device)
+    return _uploaded_once_for_search(array.astype(dtype).tobytes(), array.shape, dtype, device)
 
 
-@kept(256)
-def _uploaded_once(
+@cached_search_tensors(256)
+def _uploaded_once_for_search(
     content: bytes, shape: tuple[int, ...], dtype: type[np.integer[Any]], device: torch.device
 ) -> torch.Tensor:
-    return uploaded(np.frombuffer(content, dtype).reshape(shape).copy(), device)
+    return uploaded_for_search(np.frombuffer(content, dtype).reshape(shape).copy(), device)

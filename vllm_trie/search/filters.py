@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.parts import CELLS_NEAR, in_parts, near, parts, split
-from vllm_trie.search.token_tables import columns
+from vllm_trie.search.devices import NEVER, is_searched_on_host
+from vllm_trie.search.parts import CELLS_NEAR, in_search_parts, search_parts, search_rows_near_at_hand, split_for_search
+from vllm_trie.search.token_tables import search_token_columns
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
 SUM_BITS = 61  # of a row's sum, so that nothing overflows
@@ -20,7 +20,7 @@ LEAST_EXPONENT = -900  # of a sum that is not nothing
 FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
 
 
-class LogitsFilters(NamedTuple):
+class SearchFilters(NamedTuple):
     """Fields of `SamplingParams` of the same names; the defaults do nothing."""
 
     temperature: float = 1.0
@@ -33,7 +33,7 @@ class LogitsFilters(NamedTuple):
         return self.min_p > 0 or 0 < self.top_k < vocab_size or self.top_p < 1
 
 
-class Pruning(NamedTuple):
+class SearchPruning(NamedTuple):
     """Bounds on what a continuation may trail by, see `BeamParams`; the defaults drop nothing."""
 
     relative: float | None = None
@@ -48,29 +48,33 @@ class Pruning(NamedTuple):
         return relative if self.absolute is None else min(relative, self.absolute)
 
 
-def log_probabilities(
+def search_log_probabilities(
     logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
     if temperature != 1.0:
         logits = logits.float() / temperature
-    logprobs = _log_softmax(logits)
+    logprobs = _search_log_softmax(logits)
     if masked_token_ids:
-        logprobs.index_fill_(-1, columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
+        logprobs.index_fill_(-1, search_token_columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
     return logprobs
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """In float32. A host converts few rows at a time, which it then has near at hand."""
-    if not sees(logits.device) or logits.numel() <= CELLS_NEAR:
+    if not is_searched_on_host(logits.device) or logits.numel() <= CELLS_NEAR:
         return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
-    for some, of_some in zip(near(logits.reshape(-1, logits.shape[-1])), near(logprobs.flatten(0, -2)), strict=True):
+    for some, of_some in zip(
+        search_rows_near_at_hand(logits.reshape(-1, logits.shape[-1])),
+        search_rows_near_at_hand(logprobs.flatten(0, -2)),
+        strict=True,
+    ):
         torch.log_softmax(some, dim=-1, dtype=torch.float32, out=of_some)
     return logprobs
 
 
-def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None) -> torch.Tensor:
+def filtered_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None) -> torch.Tensor:
     """Log-probabilities [..., V] with -inf for what `min_p`, `top_k` and `top_p`, in this order, leave out.
 
     What remains is not renormalised: a filter removes continuations, it does not reward the others.
@@ -86,38 +90,38 @@ def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = 
     if not filters.leave_out(logprobs.shape[-1]):
         return logprobs
     rows = logprobs.reshape(1, -1, logprobs.shape[-1])
-    (allowed,) = in_parts(rows.shape, lambda part: (_filtered(part, filters, most, part),), rows)
+    (allowed,) = in_search_parts(rows.shape, lambda part: (_apply_search_filters(part, filters, most, part),), rows)
     return allowed.view_as(logprobs)
 
 
-def filter_(logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
+def filter_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
     """The same in place; returns log-probabilities."""
-    return _filtered(logprobs, filters)
+    return _apply_search_filters(logprobs, filters)
 
 
-def _filtered(
-    logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None, kept: torch.Tensor | None = None
+def _apply_search_filters(
+    logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`filtered`, in place. `kept`: log-probabilities that stay as they are."""
+    """`filtered_search_logprobs`, in place. `kept`: log-probabilities that stay as they are."""
     vocab_size = logprobs.shape[-1]
     if filters.min_p > 0:
         threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
-        logprobs = _without(logprobs, logprobs < threshold, kept)
+        logprobs = _search_logprobs_without(logprobs, logprobs < threshold, kept)
     if 0 < filters.top_k < vocab_size:
         last = logprobs.topk(filters.top_k, dim=-1).values[..., -1:]
-        logprobs = _without(logprobs, logprobs < last, kept)
+        logprobs = _search_logprobs_without(logprobs, logprobs < last, kept)
     if filters.top_p < 1:
-        count, last = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
-        logprobs = _without(logprobs, ~best(logprobs, count, last), kept)
+        count, last = _search_nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
+        logprobs = _search_logprobs_without(logprobs, ~best_search_tokens(logprobs, count, last), kept)
     return logprobs
 
 
-def _without(logprobs: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def _search_logprobs_without(logprobs: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """Log-probabilities with -inf for what is dropped, in place unless they are `kept`."""
     return logprobs.masked_fill(dropped, NEVER) if logprobs is kept else logprobs.masked_fill_(dropped, NEVER)
 
 
-def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
+def pruned_search_logprobs(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> torch.Tensor:
     """Log-probabilities with -inf for every continuation that pruning drops.
 
     With s the score of a continuation (its row's plus its own log-probability) and w its own
@@ -135,30 +139,30 @@ def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> to
     Returns:
         A new tensor, or `logprobs` itself if nothing prunes.
     """
-    if not (rules := _dropping(logprobs, scores, pruning)):
+    if not (rules := _search_pruning_by_rule(logprobs, scores, pruning)):
         return logprobs
 
     def of_rows(own: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor]:
-        return (own.masked_fill(_dropped(own, scores, rules), NEVER),)
+        return (own.masked_fill(_pruned_in_search(own, scores, rules), NEVER),)
 
-    (kept,) = in_parts(logprobs.shape, of_rows, logprobs, scores)
+    (kept,) = in_search_parts(logprobs.shape, of_rows, logprobs, scores)
     return kept
 
 
-def prune_(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
+def prune_search_logprobs(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> torch.Tensor:
     """The same in place; returns log-probabilities."""
-    if rules := _dropping(logprobs, scores, pruning):
-        for rows in parts(logprobs.shape):
+    if rules := _search_pruning_by_rule(logprobs, scores, pruning):
+        for rows in search_parts(logprobs.shape):
             own = logprobs[:, rows]
-            own.masked_fill_(_dropped(own, scores[:, rows], rules), NEVER)
+            own.masked_fill_(_pruned_in_search(own, scores[:, rows], rules), NEVER)
     return logprobs
 
 
 Drops = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of log-probabilities [G, k, V] and scores [G, k]
 
 
-def _dropping(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> list[Drops]:
-    """By rule, what says which continuations of some rows it drops; arguments as for `pruned`."""
+def _search_pruning_by_rule(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> list[Drops]:
+    """By rule, what says which continuations of some rows it drops; arguments as for `pruned_search_logprobs`."""
     rules = list[Drops]()
     if pruning.margin < inf:
         least = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None] - pruning.margin
@@ -168,15 +172,15 @@ def _dropping(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) ->
         least_local = leader + log(pruning.relative_local)
         rules.append(lambda own, _: own < least_local)
     if (count := pruning.per_parent) is not None and count < logprobs.shape[-1]:
-        rules.append(lambda own, _: ~best(own, count, own.topk(count, dim=-1).values[..., -1:]))
+        rules.append(lambda own, _: ~best_search_tokens(own, count, own.topk(count, dim=-1).values[..., -1:]))
     return rules
 
 
-def _dropped(logprobs: torch.Tensor, scores: torch.Tensor, rules: list[Drops]) -> torch.Tensor:
+def _pruned_in_search(logprobs: torch.Tensor, scores: torch.Tensor, rules: list[Drops]) -> torch.Tensor:
     return reduce(or_, (rule(logprobs, scores) for rule in rules))
 
 
-def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
+def best_search_tokens(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
     """Which are the best `count` of each row, ties by token: bools [..., V].
 
     Args:
@@ -187,22 +191,22 @@ def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) 
     return above | (ties & (ties.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)))
 
 
-def running_sum(values: torch.Tensor) -> torch.Tensor:
+def search_running_sum(values: torch.Tensor) -> torch.Tensor:
     """Sums along [..., N] of what is not negative, the same whenever they are computed on a device.
 
     On CUDA torch scans a single row by a kernel whose float sums depend on what else the device does, which tensor
     parallel ranks must not; of several rows it scans each by itself, on few processors. Source: torch 2.13 `scan_dim`.
     """
-    if sees(values.device):
+    if is_searched_on_host(values.device):
         return values.cumsum(dim=-1)
     if values.shape[-1] > LONG_ROW:
-        return _sum_in_fixed_point(values)
+        return _search_sum_in_fixed_point(values)
     if values.numel() != values.shape[-1]:
         return values.cumsum(dim=-1)
     return torch.stack([values, values]).cumsum(dim=-1)[0]
 
 
-def _sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
+def _search_sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
     """The same by sums of integers, which depend on no order: so all rows are scanned as one, by the whole device.
 
     Their unit is a power of 2, which rounding of the total does not change where this is about 1. What is less than
@@ -217,19 +221,19 @@ def _sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
     return sums.double().ldexp_(unit).to(values.dtype)
 
 
-def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _search_nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer.
 
     Returns:
         How many they are, [R, 1], and the least of them, [R, 1].
     """
-    if not sees(logprobs.device) and len(split(logprobs)) > 1:
-        return _nucleus_of_long_rows(logprobs, top_p)
+    if not is_searched_on_host(logprobs.device) and len(split_for_search(logprobs)) > 1:
+        return _search_nucleus_of_long_rows(logprobs, top_p)
     total = logprobs.logsumexp(dim=-1, keepdim=True)
-    num_ranked = min(FIRST_RANKED, most) if sees(logprobs.device) else most
+    num_ranked = min(FIRST_RANKED, most) if is_searched_on_host(logprobs.device) else most
     while True:
         best_first = logprobs.topk(num_ranked, dim=-1).values
-        held = running_sum((best_first - total).exp_().nan_to_num_())
+        held = search_running_sum((best_first - total).exp_().nan_to_num_())
         if num_ranked == most or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
             break
         num_ranked = min(4 * num_ranked, most)
@@ -237,7 +241,7 @@ def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Ten
     return count, best_first.gather(-1, count - 1)
 
 
-def _nucleus_of_long_rows(logs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _search_nucleus_of_long_rows(logs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of rows [R, N], at most 0, which are too long to be sorted: the least, float64, is found by halving.
 
     Floats of one sign compare as their bits do: there are no more halves than they have bits.
@@ -247,7 +251,7 @@ def _nucleus_of_long_rows(logs: torch.Tensor, top_p: float) -> tuple[torch.Tenso
     def mass_from(least: torch.Tensor) -> torch.Tensor:
         """[R, 1], in units of the greatest one's."""
         held = torch.zeros_like(greatest)
-        for part in split(logs):
+        for part in split_for_search(logs):
             held += (part - greatest).exp_().masked_fill_(part < least, 0.0).sum(dim=-1, keepdim=True)
         return held
 

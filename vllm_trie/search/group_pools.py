@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.search.stopping import NO_FINISHED, Ended, Finished, HfPool, Pool, are_among
+from vllm_trie.search.stopping import (
+    NO_FINISHED,
+    EndedSearchHypotheses,
+    FinishedSearchHypotheses,
+    HfSearchPool,
+    SearchPool,
+    are_search_tokens_among,
+)
 
 
-class GroupPools(Pool):
+class SearchGroupPools(SearchPool):
     """The pools of all groups; in the end all their hypotheses compete.
 
     A group is done, or not, by the best of its candidates, those that stop among them. What runs out of length in the
@@ -18,16 +25,16 @@ class GroupPools(Pool):
         stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
     """
 
-    def __init__(self, pools: list[HfPool], stop_token_ids: frozenset[int] | None) -> None:
+    def __init__(self, pools: list[HfSearchPool], stop_token_ids: frozenset[int] | None) -> None:
         self.pools = pools
         self.stop_token_ids = stop_token_ids
 
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
+    def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         outdone, is_over = [NO_FINISHED.leaves], True
         groups = ended.rows * len(self.pools) // len(running)
         stops = np.ones(len(groups), dtype=bool)
         if self.stop_token_ids is not None and length == self.pools[0].max_length:
-            stops = are_among(ended.last_tokens, self.stop_token_ids)
+            stops = are_search_tokens_among(ended.last_tokens, self.stop_token_ids)
         for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
             too_late = ended.some(groups == number)
             if number not in self.done:
@@ -46,9 +53,9 @@ class GroupPools(Pool):
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         return self.pools[0].scores(sums, length, last_tokens)
 
-    def best_so_far(self, count: int, running: Ended, length: int) -> Finished:
+    def best_so_far(self, count: int, running: EndedSearchHypotheses, length: int) -> FinishedSearchHypotheses:
         groups = np.arange(len(running.leaves)) * len(self.pools) // max(len(running.leaves), 1)
         return super().best_so_far(count, running.some(~np.isin(groups, self.done)), length)
 
-    def best(self, count: int) -> Finished:
-        return Finished.in_order(*(pool.best(count) for pool in self.pools)).some(slice(count))
+    def best(self, count: int) -> FinishedSearchHypotheses:
+        return FinishedSearchHypotheses.in_order(*(pool.best(count) for pool in self.pools)).some(slice(count))

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.parts import parts, split
+from vllm_trie.search.parts import search_parts, split_for_search
 
 TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
 
 
-class StochasticBeams(NamedTuple):
+class StochasticSearchBeams(NamedTuple):
     """Beams of a stochastic beam search, best perturbed first. Its root is one beam with both values 0."""
 
     cells: torch.Tensor  # [..., k], parent * V + token
@@ -22,7 +22,7 @@ class StochasticBeams(NamedTuple):
     perturbed: torch.Tensor  # [..., k] float64, G ~ Gumbel(phi); -inf where there was nothing left to keep
 
 
-def gumbel_top_k(
+def search_gumbel_top_k(
     logs: torch.Tensor, count: int, rngs: Sequence[np.random.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws without replacement from the log-weights of each group, [G, N], in the order they were drawn.
@@ -38,18 +38,22 @@ def gumbel_top_k(
     Returns:
         Log-weights with noise [G, count] float64, -inf where nothing was left to draw, and their indices.
     """
-    generators, found, first = [on_device(rng, logs.device) for rng in rngs], list[tuple[torch.Tensor, ...]](), 0
-    for part in split(logs):
-        values, indices = _perturbed(part, generators).topk(min(count, part.shape[-1]), dim=-1)
+    generators, found, first = (
+        [search_generator_on_device(rng, logs.device) for rng in rngs],
+        list[tuple[torch.Tensor, ...]](),
+        0,
+    )
+    for part in split_for_search(logs):
+        values, indices = _perturbed_in_search(part, generators).topk(min(count, part.shape[-1]), dim=-1)
         found.append((values, indices + first if first else indices))
         first += part.shape[-1]
-    values, indices = _best_of(found, count)
+    values, indices = _best_perturbed_in_search(found, count)
     return values, indices
 
 
-def stochastic_step(
+def stochastic_search_step(
     scores: torch.Tensor, perturbed: torch.Tensor, logprobs: torch.Tensor, count: int, rng: np.random.Generator
-) -> StochasticBeams:
+) -> StochasticSearchBeams:
     """Let the best `count` continuations after noise live on: over all steps, sequences without replacement.
 
     A beam's noise is the maximum of its continuations' noises, so these are drawn given their maximum.
@@ -61,18 +65,22 @@ def stochastic_step(
         logprobs: [..., b, V], normalised; -inf for what may not be taken.
         count: Beams to keep; fewer come back if there are fewer continuations.
     """
-    generator, found, vocab_size = on_device(rng, logprobs.device), list[tuple[torch.Tensor, ...]](), logprobs.shape[-1]
-    for rows in parts((logprobs[..., 0, 0].numel(), *logprobs.shape[-2:])):
+    generator, found, vocab_size = (
+        search_generator_on_device(rng, logprobs.device),
+        list[tuple[torch.Tensor, ...]](),
+        logprobs.shape[-1],
+    )
+    for rows in search_parts((logprobs[..., 0, 0].numel(), *logprobs.shape[-2:])):
         phi = scores[..., rows].double()[..., None] + logprobs[..., rows, :].double()
-        noise = _perturbed(phi[None], [generator])[0]
-        noisy = _with_maximum(noise, perturbed[..., rows].double()[..., None]).flatten(-2)
+        noise = _perturbed_in_search(phi[None], [generator])[0]
+        noisy = _search_noise_with_maximum(noise, perturbed[..., rows].double()[..., None]).flatten(-2)
         values, cells = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
         found.append((values, cells + rows.start * vocab_size, phi.flatten(-2).gather(-1, cells)))
-    noisy, cells, sums = _best_of(found, min(count, logprobs.shape[-2] * vocab_size))
-    return StochasticBeams(cells, sums, noisy)
+    noisy, cells, sums = _best_perturbed_in_search(found, min(count, logprobs.shape[-2] * vocab_size))
+    return StochasticSearchBeams(cells, sums, noisy)
 
 
-def _best_of(found: Sequence[tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+def _best_perturbed_in_search(found: Sequence[tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
     """The best `count` by the first field [..., n], of those found in all parts."""
     if len(found) == 1:
         return found[0]
@@ -81,12 +89,12 @@ def _best_of(found: Sequence[tuple[torch.Tensor, ...]], count: int) -> tuple[tor
     return tuple(field.gather(-1, best) for field in fields)
 
 
-def on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator:
+def search_generator_on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator:
     """A generator of the device that `rng` seeds."""
     return torch.Generator(device).manual_seed(int(rng.integers(1 << 63)))
 
 
-def _perturbed(logs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+def _perturbed_in_search(logs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Log-weights [G, ...] plus noise, in float64. Noise costs more to send than to make, so it is made there."""
     noise = torch.empty_like(logs, dtype=torch.float64, memory_format=torch.contiguous_format)
     for of_group, generator in zip(noise, generators, strict=True):
@@ -95,7 +103,7 @@ def _perturbed(logs: torch.Tensor, generators: Sequence[torch.Generator]) -> tor
     return torch.sub(logs, noise, out=noise)
 
 
-def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+def _search_noise_with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     """Independent Gumbels [..., V] moved to where they would be, had their maximum been `maximum` [..., 1].
 
     That is -log(exp(-maximum) - exp(-max values) + exp(-values)), without its overflows and cancellations.

@@ -15,26 +15,26 @@ CELLS = 10_000_000  # tokens of the rows of a part: about 64 rows of the larger 
 CELLS_NEAR = 1 << 17  # tokens of rows that one core of a host has near at hand
 
 
-def rows_at_a_time(vocab_size: int) -> int:
+def search_rows_at_a_time(vocab_size: int) -> int:
     """How many rows of so many tokens each are one part."""
     return max(CELLS // vocab_size, 1)
 
 
-def parts(shape: tuple[int, ...]) -> Iterator[slice]:
+def search_parts(shape: tuple[int, ...]) -> Iterator[slice]:
     """Which of r rows to take at a time, of those of V tokens in each of G groups: (G, r, V)."""
     num_groups, num_rows, vocab_size = shape
-    at_a_time = rows_at_a_time(num_groups * vocab_size)
+    at_a_time = search_rows_at_a_time(num_groups * vocab_size)
     for first in range(0, num_rows, at_a_time):
         yield slice(first, first + at_a_time)
 
 
-def in_parts(
+def in_search_parts(
     shape: tuple[int, ...], function: Callable[..., tuple[torch.Tensor, ...]], *of_rows: Any
 ) -> tuple[torch.Tensor, ...]:
     """What a function makes of rows: in one go if they are one part.
 
     Args:
-        shape: As for `parts`.
+        shape: As for `search_parts`.
         function: Makes tensors [G, rows, ...] of what it is given.
         of_rows: What it is given, of all rows: tensors [G, r, ...] and `Beams`.
 
@@ -45,7 +45,7 @@ def in_parts(
     if num_groups * num_rows * vocab_size <= CELLS:
         return function(*of_rows)
     joined: tuple[torch.Tensor, ...] = ()
-    for rows in parts(shape):
+    for rows in search_parts(shape):
         made = function(*(own[:, rows] if isinstance(own, torch.Tensor) else own.rows(rows) for own in of_rows))
         joined = joined or tuple(part.new_empty(num_groups, num_rows, *part.shape[2:]) for part in made)
         for whole, part in zip(joined, made, strict=True):
@@ -53,11 +53,11 @@ def in_parts(
     return joined
 
 
-def split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def split_for_search(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Parts [..., n] of [..., N], the tokens of all rows of a group one after the other."""
     return (values,) if values.shape[-1] <= CELLS else torch.split(values, CELLS, dim=-1)
 
 
-def near(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def search_rows_near_at_hand(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Rows [N, V] in a host's memory, as many at a time as its cores have near at hand."""
     return torch.split(rows, max(CELLS_NEAR * torch.get_num_threads() // rows.shape[-1], 1))

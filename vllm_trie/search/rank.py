@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, numbers, sees
-from vllm_trie.search.parts import CELLS, near
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
+from vllm_trie.search.parts import CELLS, search_rows_near_at_hand
 
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
@@ -20,7 +20,7 @@ NO_KEY = (1 << 63) - 1  # comes last
 MANY = 256  # that numpy finds faster than torch on a host
 
 
-class Candidates(NamedTuple, Generic[Array]):
+class SearchCandidates(NamedTuple, Generic[Array]):
     """Continuations of each group's beams: tensors [G, K]; on the host [K], of a single group."""
 
     parents: Array  # row the continuation extends
@@ -28,12 +28,12 @@ class Candidates(NamedTuple, Generic[Array]):
     scores: Array  # float32, cumulative log-probability; -inf where there is none
 
     @staticmethod
-    def join(parts: Sequence[Candidates[torch.Tensor]]) -> Candidates[torch.Tensor]:
+    def join(parts: Sequence[SearchCandidates[torch.Tensor]]) -> SearchCandidates[torch.Tensor]:
         """Those of all parts, part after part."""
-        return Candidates(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
+        return SearchCandidates(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
 
-class Among(NamedTuple):
+class SearchRankingLimits(NamedTuple):
     """Which continuations are ranked, where not all are.
 
     Args:
@@ -45,20 +45,24 @@ class Among(NamedTuple):
     least: torch.Tensor | None = None
 
 
-def pick(candidates: Candidates[torch.Tensor], chosen: torch.Tensor) -> Candidates[torch.Tensor]:
+def pick_search_candidates(
+    candidates: SearchCandidates[torch.Tensor], chosen: torch.Tensor
+) -> SearchCandidates[torch.Tensor]:
     """Those at `chosen` [G, n]."""
-    return Candidates(*(field.gather(1, chosen) for field in candidates))
+    return SearchCandidates(*(field.gather(1, chosen) for field in candidates))
 
 
-def in_order(candidates: Candidates[torch.Tensor], vocab_size: int) -> Candidates[torch.Tensor]:
+def search_candidates_in_order(
+    candidates: SearchCandidates[torch.Tensor], vocab_size: int
+) -> SearchCandidates[torch.Tensor]:
     """The same, the best first."""
-    keys = _order_keys(candidates.scores, candidates.parents * vocab_size + candidates.tokens)
-    return pick(candidates, keys.argsort(dim=1))
+    keys = _search_order_keys(candidates.scores, candidates.parents * vocab_size + candidates.tokens)
+    return pick_search_candidates(candidates, keys.argsort(dim=1))
 
 
-def rank_candidates(
-    logprobs: torch.Tensor, scores: torch.Tensor, count: int, among: Among | None = None
-) -> Candidates[torch.Tensor]:
+def rank_search_candidates(
+    logprobs: torch.Tensor, scores: torch.Tensor, count: int, among: SearchRankingLimits | None = None
+) -> SearchCandidates[torch.Tensor]:
     """The best `count` continuations of each group by cumulative log-probability; fewer if there are fewer.
 
     The best `count` lie in the `count` tiles of tokens whose best ones are best, by the same total order: before
@@ -79,42 +83,48 @@ def rank_candidates(
     count, per_row = min(count, num_rows * vocab_size), -(-vocab_size // TILE)
     if num_rows * per_row <= MIN_TILES:
         if among is not None:
-            logprobs = _reaching(logprobs + among.biases, among.least)
+            logprobs = _search_logprobs_reaching(logprobs + among.biases, among.least)
         total = (logprobs + scores[..., None]).flatten(1)
-        places = _first(_order_keys(total, numbers(total.shape[1], total.device)), count)
-        return Candidates(places // vocab_size, places % vocab_size, total.gather(1, places))
-    best = _best_of_tiles(logprobs, among)
-    keys = _order_keys((best + scores[..., None]).flatten(1), numbers(num_rows * per_row, best.device))
-    tiles = _first(keys, min(count, keys.shape[1]))
+        places = _first_search_keys(_search_order_keys(total, search_numbers(total.shape[1], total.device)), count)
+        return SearchCandidates(places // vocab_size, places % vocab_size, total.gather(1, places))
+    best = _best_of_search_tiles(logprobs, among)
+    keys = _search_order_keys((best + scores[..., None]).flatten(1), search_numbers(num_rows * per_row, best.device))
+    tiles = _first_search_keys(keys, min(count, keys.shape[1]))
     rows, first = tiles // per_row, tiles % per_row * TILE
-    places = (rows * vocab_size + first)[..., None] + numbers(TILE, tiles.device)
-    of_tokens, ends_in_tile = _of_tiles(logprobs, tiles, places), vocab_size % TILE > 0
+    places = (rows * vocab_size + first)[..., None] + search_numbers(TILE, tiles.device)
+    of_tokens, ends_in_tile = _logprobs_of_search_tiles(logprobs, tiles, places), vocab_size % TILE > 0
     if among is not None or ends_in_tile:
-        tokens = first[..., None] + numbers(TILE, tiles.device)
+        tokens = first[..., None] + search_numbers(TILE, tiles.device)
     if among is not None:
         of_tokens = of_tokens + among.biases.take(tokens.clamp(max=vocab_size - 1))
-        of_tokens = _reaching(of_tokens, among.least if among.least is None else among.least.gather(1, rows))
+        of_tokens = _search_logprobs_reaching(
+            of_tokens, among.least if among.least is None else among.least.gather(1, rows)
+        )
     total = of_tokens + scores.gather(1, rows)[..., None]
-    keys = _order_keys(total, places)
+    keys = _search_order_keys(total, places)
     if ends_in_tile:
         keys = keys.where(tokens < vocab_size, NO_KEY)
-    chosen = _first(keys.flatten(1), count)
+    chosen = _first_search_keys(keys.flatten(1), count)
     places, total = (field.flatten(1).gather(1, chosen) for field in (places, total))
-    return Candidates(places // vocab_size, places % vocab_size, total)
+    return SearchCandidates(places // vocab_size, places % vocab_size, total)
 
 
-def _best_of_tiles(logprobs: torch.Tensor, among: Among | None) -> torch.Tensor:
+def _best_of_search_tiles(logprobs: torch.Tensor, among: SearchRankingLimits | None) -> torch.Tensor:
     """[G, r, T] the best of each tile, of which the last may have fewer tokens."""
     if among is None:
-        return _maxima(logprobs)
+        return _search_maxima(logprobs)
     num_groups, num_rows, vocab_size = logprobs.shape
     rows = logprobs.flatten(0, 1)
-    some_rows = near(rows) if sees(rows.device) else torch.split(rows, max(CELLS // vocab_size, 1))
-    best = torch.cat([_maxima(some + among.biases) for some in some_rows])
-    return _reaching(best.view(num_groups, num_rows, -1), among.least)
+    some_rows = (
+        search_rows_near_at_hand(rows)
+        if is_searched_on_host(rows.device)
+        else torch.split(rows, max(CELLS // vocab_size, 1))
+    )
+    best = torch.cat([_search_maxima(some + among.biases) for some in some_rows])
+    return _search_logprobs_reaching(best.view(num_groups, num_rows, -1), among.least)
 
 
-def _of_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _logprobs_of_search_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[G, n, TILE] what is in n tiles of each group; anything beyond a row's end.
 
     Args:
@@ -126,31 +136,31 @@ def _of_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor)
     if vocab_size % TILE:
         return logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(places.shape)
     per_group = num_rows * vocab_size // TILE
-    of_all = tiles + numbers(num_groups, tiles.device)[:, None] * per_group
+    of_all = tiles + search_numbers(num_groups, tiles.device)[:, None] * per_group
     return logprobs.reshape(-1, TILE).index_select(0, of_all.flatten()).view(places.shape)
 
 
-def _reaching(logprobs: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
+def _search_logprobs_reaching(logprobs: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
     """Log-probabilities [G, n, m] with -inf for what is less than the `least` [G, n]."""
     return logprobs if least is None else logprobs.where(logprobs >= least[..., None], NEVER)
 
 
-def _maxima(logprobs: torch.Tensor) -> torch.Tensor:
-    best = _in_tiles(logprobs).amax(dim=-1)
+def _search_maxima(logprobs: torch.Tensor) -> torch.Tensor:
+    best = _in_search_tiles(logprobs).amax(dim=-1)
     if (num_tokens := best.shape[-1] * TILE) < logprobs.shape[-1]:
         best = torch.cat([best, logprobs[..., num_tokens:].amax(dim=-1, keepdim=True)], dim=-1)
     return best
 
 
-def _order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _search_order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Unique int64 keys, lower for a better score and, where scores are equal, for a lower place."""
     worse_is_more = total.abs().view(torch.int32)  # bits of floats without a sign compare as the floats do
     return torch.add(places, worse_is_more, alpha=SCORE_UNIT)
 
 
-def _first(keys: torch.Tensor, count: int) -> torch.Tensor:
+def _first_search_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
     """[G, count] where the least of unique keys [G, n] are, in order."""
-    if count < MANY or not sees(keys.device):
+    if count < MANY or not is_searched_on_host(keys.device):
         return keys.topk(count, dim=1, largest=False).indices
     values = keys.numpy()
     places = values.argpartition(count - 1, axis=1)[:, :count]
@@ -158,13 +168,13 @@ def _first(keys: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.take_along_axis(places, order, axis=1))
 
 
-def _in_tiles(values: torch.Tensor) -> torch.Tensor:
+def _in_search_tiles(values: torch.Tensor) -> torch.Tensor:
     """[..., V] as [..., T, TILE], without what remains."""
     num_tiles = values.shape[-1] // TILE
     return values[..., : num_tiles * TILE].view(*values.shape[:-1], num_tiles, TILE)
 
 
-def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def search_topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch.topk` of [..., V], which of a large vocabulary needs but the tiles with the greatest maxima."""
     vocab_size = values.shape[-1]
     num_tiles = vocab_size // TILE
@@ -172,10 +182,12 @@ def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         best, tokens = values.topk(count, dim=-1)
         return best, tokens
     rest = num_tiles * TILE
-    in_tiles = _in_tiles(values)
+    in_tiles = _in_search_tiles(values)
     tiles = in_tiles.amax(dim=-1).topk(count, dim=-1).indices[..., None].expand(*values.shape[:-1], count, TILE)
     some = torch.cat([in_tiles.gather(-2, tiles).flatten(-2), values[..., rest:]], dim=-1)
-    tokens = (TILE * tiles + numbers(TILE, values.device)).flatten(-2)
-    tokens = torch.cat([tokens, numbers(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1)
+    tokens = (TILE * tiles + search_numbers(TILE, values.device)).flatten(-2)
+    tokens = torch.cat(
+        [tokens, search_numbers(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1
+    )
     best, places = some.topk(count, dim=-1)
     return best, tokens.gather(-1, places)

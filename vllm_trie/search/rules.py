@@ -7,20 +7,20 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.constraints.stops import Completes, Stops
-from vllm_trie.search.devices import NEVER, numbers
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.slots import select_next
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
+from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
+from vllm_trie.search.devices import NEVER, search_numbers
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.step_result import SearchStepResult
 
 Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn
 
 
-class Means(NamedTuple):
+class SearchInputs(NamedTuple):
     """What a step is taken with, besides logits and beams.
 
     Args:
@@ -28,24 +28,24 @@ class Means(NamedTuple):
         completes: Finds candidates that complete a stop string.
         select_next: That of `slots`, or what does the same on this device.
         boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
-        has_pending: Items that end are ranked by other boosts than what goes on: by `Beams.boosts` at an end.
+        has_pending: Items that end are ranked by other boosts than what goes on: by `SearchBeams.boosts` at an end.
     """
 
     draws: Sequence[Draw] = ()
-    completes: Completes | None = None
-    select_next: Callable[..., Candidates[torch.Tensor]] = select_next
+    completes: StopStringConstraint | None = None
+    select_next: Callable[..., SearchCandidates[torch.Tensor]] = choose_next_search_beams
     boosts: torch.Tensor | None = None
     has_pending: bool = False
 
 
-class Choice(NamedTuple):
+class SearchDecision(NamedTuple):
     """What a strategy has chosen."""
 
-    step: Step[torch.Tensor]
+    step: SearchStepResult[torch.Tensor]
     logprobs: torch.Tensor  # [G, r, V]; some are reported
 
 
-class Strategy:
+class SearchStrategy:
     """How the next beams are chosen among all continuations, and which of these finish: a file each in `strategies`."""
 
     __slots__ = ()
@@ -56,11 +56,13 @@ class Strategy:
         """Whether one ranking of all beams' continuations, those that finish among them, decides alone."""
         return False
 
-    def with_done(self, done: tuple[int, ...]) -> Strategy:
+    def with_done(self, done: tuple[int, ...]) -> SearchStrategy:
         """The same once some groups of beams are done, if beams are in groups."""
         return self
 
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+    def choose(
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+    ) -> SearchDecision:
         """Choose the next beams of G groups.
 
         Args:
@@ -72,29 +74,29 @@ class Strategy:
         raise NotImplementedError
 
 
-class SelectRules(NamedTuple):
+class SearchRules(NamedTuple):
     """How the worker selects in one step. Groups with equal rules are selected together."""
 
     width: int
-    strategy: Strategy
-    stops: Stops = Stops()
+    strategy: SearchStrategy
+    stops: StopConstraints = StopConstraints()
     num_logprobs: int | None = None  # what each row must report; None: nothing
     is_controlled: bool = False  # penalties, biases, custom processors or the like act on the logits
-    filters: LogitsFilters = LogitsFilters()
-    pruning: Pruning = Pruning()
+    filters: SearchFilters = SearchFilters()
+    pruning: SearchPruning = SearchPruning()
     constraints: tuple[Constraint, ...] = ()  # on what rows take
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
 
     @property
-    def items(self) -> ItemRules | None:
+    def items(self) -> ItemConstraint | None:
         """How rows go along a catalog, if they do."""
-        return next((key for key in self.constraints if isinstance(key, ItemRules)), None)
+        return next((key for key in self.constraints if isinstance(key, ItemConstraint)), None)
 
     @property
     def contrasts(self) -> bool:
         """Whether hypotheses also compete by what the draft model says."""
-        return any(key.source is Source.AMATEUR for key in self.constraints)
+        return any(key.source is ConstraintSource.AMATEUR for key in self.constraints)
 
     @property
     def may_rise(self) -> bool:
@@ -104,30 +106,35 @@ class SelectRules(NamedTuple):
     @property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than whatever lives on have no say."""
-        return self.strategy.has_one_ranking and self.pruning == Pruning() and not self.may_rise
+        return self.strategy.has_one_ranking and self.pruning == SearchPruning() and not self.may_rise
 
 
-def alive(candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
+def search_candidates_alive(candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
     """Which candidates [G, K] go on, unless there are better ones."""
     return (candidates.scores > NEVER) > stops  # that is, and not
 
 
-def going_on(rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
+def search_candidates_going_on(
+    rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor
+) -> torch.Tensor:
     """The candidates that may become beams."""
-    lives = alive(candidates, stops)
+    lives = search_candidates_alive(candidates, stops)
     return lives if rules.num_beams is None else lives & (lives.cumsum(dim=1) <= rules.num_beams)
 
 
-def ended(
-    rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor, may_end: torch.Tensor | None = None
-) -> Candidates[torch.Tensor]:
+def search_candidates_ended(
+    rules: SearchRules,
+    candidates: SearchCandidates[torch.Tensor],
+    stops: torch.Tensor,
+    may_end: torch.Tensor | None = None,
+) -> SearchCandidates[torch.Tensor]:
     """The candidates that stop, or in the last step all, where they may; the others with a score of -inf."""
     ends = torch.ones_like(stops) if rules.is_last else stops
     ends = ends if may_end is None else ends & may_end
     return candidates._replace(scores=candidates.scores.where(ends, NEVER))
 
 
-def by_row(tokens: torch.Tensor, scores: torch.Tensor) -> Candidates[torch.Tensor]:
+def search_continuations_by_row(tokens: torch.Tensor, scores: torch.Tensor) -> SearchCandidates[torch.Tensor]:
     """Continuations [G, r, k] of r rows."""
-    parents = numbers(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
-    return Candidates(parents.flatten(1), tokens.flatten(1), scores.flatten(1))
+    parents = search_numbers(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
+    return SearchCandidates(parents.flatten(1), tokens.flatten(1), scores.flatten(1))

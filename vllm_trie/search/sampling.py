@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.filters import LogitsFilters, filter_, running_sum
-from vllm_trie.search.gumbel import gumbel_top_k, on_device
-from vllm_trie.search.parts import in_parts, split
+from vllm_trie.search.filters import SearchFilters, filter_search_logprobs, search_running_sum
+from vllm_trie.search.gumbel import search_generator_on_device, search_gumbel_top_k
+from vllm_trie.search.parts import in_search_parts, split_for_search
 
 
-def generator(seed: int, step: int) -> np.random.Generator:
+def search_generator(seed: int, step: int) -> np.random.Generator:
     """Random numbers by seed and step alone, whatever else is in the batch.
 
     Two generators of the same seed and step give the same numbers: what must be independent takes one after the other
@@ -23,12 +23,12 @@ def generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), step], dtype=np.uint64)))
 
 
-def uniforms(seed: int, step: int, count: int) -> np.ndarray:
+def search_uniforms(seed: int, step: int, count: int) -> np.ndarray:
     """[count] float64 in [0, 1), by seed and step alone, whatever else is in the batch."""
-    return generator(seed, step).random(count)
+    return search_generator(seed, step).random(count)
 
 
-def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def draw_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Tokens [G, r, k], each independently by the probabilities of its row, by inverting their running sum.
 
     Args:
@@ -38,13 +38,13 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """
 
     def of_rows(logprobs: torch.Tensor, chances: torch.Tensor) -> tuple[torch.Tensor]:
-        return (_inverted(logprobs.double().softmax(dim=-1).nan_to_num_(), chances),)
+        return (_inverted_search_sums(logprobs.double().softmax(dim=-1).nan_to_num_(), chances),)
 
-    (drawn,) = in_parts(logprobs.shape, of_rows, logprobs, chances)
+    (drawn,) = in_search_parts(logprobs.shape, of_rows, logprobs, chances)
     return drawn
 
 
-def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
+def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
     """Beam sampling's one distribution of all continuations of all beams, [..., I, V] float64, summing to 1.
 
     The temperature divides the cumulative sums, and the filters apply once, to all together: as the temperature goes
@@ -62,10 +62,10 @@ def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: L
     logs = logprobs.to(torch.float64, copy=True)  # and then in place: there may be gigabytes
     logs.add_(scores[..., None]).div_(filters.temperature)
     rows = logs.view(-1, logs.shape[-2] * logs.shape[-1])
-    return filter_(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
+    return filter_search_logprobs(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 
 
-def draw_continuations(
+def draw_search_continuations(
     p: torch.Tensor, count: int, replacement: bool, rngs: Sequence[np.random.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw cells from the distribution of each group, [G, N], in the order of the device's stream.
@@ -84,24 +84,24 @@ def draw_continuations(
     if replacement:
         chances = torch.empty(len(p), count, dtype=torch.float64, device=p.device)
         for of_group, rng in zip(chances, rngs, strict=True):
-            of_group.uniform_(generator=on_device(rng, p.device))
-        return _inverted(p, chances), p.any(dim=-1, keepdim=True).expand(-1, count)
-    values, cells = gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
+            of_group.uniform_(generator=search_generator_on_device(rng, p.device))
+        return _inverted_search_sums(p, chances), p.any(dim=-1, keepdim=True).expand(-1, count)
+    values, cells = search_gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
     return cells, values > NEVER
 
 
-def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
-    """What `draw_continuations` draws for one group of [I, V], on the host, without what is not possible."""
-    cells, is_possible = draw_continuations(p.flatten()[None], count, replacement, [rng])
+def draw_search_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
+    """What `draw_search_continuations` draws for one group of [I, V], on the host, without what is not possible."""
+    cells, is_possible = draw_search_continuations(p.flatten()[None], count, replacement, [rng])
     return cells[is_possible].cpu().numpy()
 
 
-def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def _inverted_search_sums(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Where the running sums of p [..., N] pass the chances [..., k], these being shares of its total."""
-    *others, last = split(p)
-    ends = [running_sum(part)[..., -1:].clone() for part in others]
+    *others, last = split_for_search(p)
+    ends = [search_running_sum(part)[..., -1:].clone() for part in others]
     *starts, start = accumulate(ends, initial=torch.zeros_like(p[..., :1]))
-    share = running_sum(last)
+    share = search_running_sum(last)
     if others:
         share.add_(start)
     total = share[..., -1:]
@@ -109,5 +109,5 @@ def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     passed = torch.minimum(chances * total, below_total)
     drawn = torch.searchsorted(share, passed, right=True)
     for part, start in zip(others, starts, strict=True):
-        drawn += torch.searchsorted(running_sum(part).add_(start), passed, right=True)
+        drawn += torch.searchsorted(search_running_sum(part).add_(start), passed, right=True)
     return drawn.clamp_(max=p.shape[-1] - 1)

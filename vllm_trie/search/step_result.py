@@ -11,33 +11,33 @@ import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.rank import Array, Candidates
+from vllm_trie.search.rank import Array, SearchCandidates
 
 NONE = slice(0)
 
 
-class TopLogprobs(NamedTuple, Generic[Array]):
+class SearchTopLogprobs(NamedTuple, Generic[Array]):
     """The best tokens of each row, best first: tensors [G, r, N]; on the host [r, N]."""
 
     tokens: Array
     logprobs: Array  # float32
 
 
-class TokenLogprobs(NamedTuple, Generic[Array]):
+class SearchTokenLogprobs(NamedTuple, Generic[Array]):
     """What continuations report of their newest tokens: tensors [G, n]; on the host [n]."""
 
     logprobs: Array  # float32
     ranks: Array  # how many tokens of its row are at least as probable
 
 
-class RankScores(NamedTuple, Generic[Array]):
+class SearchRankScores(NamedTuple, Generic[Array]):
     """What hypotheses compete by besides sums: float32 tensors [G, b] and [G, F]; on the host [b] and [F]."""
 
     beams: Array
     finished: Array
 
 
-class Going(NamedTuple):
+class NextSearchBeams(NamedTuple):
     """The beams that go on, by slot: tensors [G, b]."""
 
     parents: torch.Tensor  # the slot whose beam this slot continues
@@ -47,23 +47,25 @@ class Going(NamedTuple):
     states: Mapping[Constraint, torch.Tensor] | None = None  # those known already
 
     @classmethod
-    def of(cls, step: Step[torch.Tensor]) -> Going:
+    def of(cls, step: SearchStepResult[torch.Tensor]) -> NextSearchBeams:
         """Those of a step."""
         ranks = None if step.rank_scores is None else step.rank_scores.beams
         return cls(step.parents, step.tokens, step.scores, ranks, step.states)
 
 
-class Step(NamedTuple, Generic[Array]):
+class SearchStepResult(NamedTuple, Generic[Array]):
     """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], of a single group."""
 
     parents: Array  # by slot: the slot whose beam this slot continues
     tokens: Array  # by slot
     scores: Array  # by slot, float32; -inf where there is no beam
-    finished: Candidates[Array]  # hypotheses that end here, in the order in which they are kept on equal scores
-    top_logprobs: TopLogprobs[Array] | None = None  # by parent; this and the others if log-probabilities are reported
-    beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
-    finished_logprobs: TokenLogprobs[Array] | None = None
-    rank_scores: RankScores[Array] | None = None  # by which hypotheses compete, if not by `scores`
+    finished: SearchCandidates[Array]  # hypotheses that end here, in the order in which they are kept on equal scores
+    top_logprobs: SearchTopLogprobs[Array] | None = (
+        None  # by parent; this and the others if log-probabilities are reported
+    )
+    beam_logprobs: SearchTokenLogprobs[Array] | None = None  # by slot
+    finished_logprobs: SearchTokenLogprobs[Array] | None = None
+    rank_scores: SearchRankScores[Array] | None = None  # by which hypotheses compete, if not by `scores`
     states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
 
     @property
@@ -72,7 +74,7 @@ class Step(NamedTuple, Generic[Array]):
         return int((np.asarray(self.scores) > NEVER).sum())
 
 
-class Layout(NamedTuple):
+class SearchResultLayout(NamedTuple):
     """How a step is packed: columns of each of its fields, integers first, then floats."""
 
     ints: list[int]
@@ -81,15 +83,15 @@ class Layout(NamedTuple):
     has_rank_scores: bool
 
 
-class Taken(NamedTuple):
+class PackedSearchStep(NamedTuple):
     """A step of G groups, and what goes to the host."""
 
-    going: Going
-    words: torch.Tensor  # [G, n] int32, as `packed` lays it out
-    layout: Layout
+    going: NextSearchBeams
+    words: torch.Tensor  # [G, n] int32, as `pack_search_step` lays it out
+    layout: SearchResultLayout
 
 
-def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
+def pack_search_step(step: SearchStepResult[torch.Tensor]) -> tuple[torch.Tensor, SearchResultLayout]:
     """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
     parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, _ = step
     ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
@@ -99,30 +101,34 @@ def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
     floats += rank_scores or ()
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
     sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
-    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], rank_scores is not None)
+    return words, SearchResultLayout(
+        sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], rank_scores is not None
+    )
 
 
-def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
-    """The step of each group that `packed` has packed; `finished` without what does not finish."""
-    parents, tokens, ended_by, ended_in, *reported = _split(array, layout.ints)
-    scores, ended_with, *logprobs = _split(array[:, sum(layout.ints) :].view(np.float32), layout.floats)
+def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[SearchStepResult[np.ndarray]]:
+    """The step of each group that `pack_search_step` has packed; `finished` without what does not finish."""
+    parents, tokens, ended_by, ended_in, *reported = _split_search_fields(array, layout.ints)
+    scores, ended_with, *logprobs = _split_search_fields(array[:, sum(layout.ints) :].view(np.float32), layout.floats)
     ends = ended_with > NEVER
     steps = []
     for at, is_ending in enumerate(map(any, ends.tolist())):
         which = at, ends[at] if is_ending else NONE
-        finished = Candidates(ended_by[which], ended_in[which], ended_with[which])
-        step = Step(parents[at], tokens[at], scores[at], finished)
+        finished = SearchCandidates(ended_by[which], ended_in[which], ended_with[which])
+        step = SearchStepResult(parents[at], tokens[at], scores[at], finished)
         if layout.top_shape is not None:
             step = step._replace(
-                top_logprobs=TopLogprobs(*(field[2][at].reshape(layout.top_shape) for field in (reported, logprobs))),
-                beam_logprobs=TokenLogprobs(logprobs[0][at], reported[0][at]),
-                finished_logprobs=TokenLogprobs(logprobs[1][which], reported[1][which]),
+                top_logprobs=SearchTopLogprobs(
+                    *(field[2][at].reshape(layout.top_shape) for field in (reported, logprobs))
+                ),
+                beam_logprobs=SearchTokenLogprobs(logprobs[0][at], reported[0][at]),
+                finished_logprobs=SearchTokenLogprobs(logprobs[1][which], reported[1][which]),
             )
         if layout.has_rank_scores:
-            step = step._replace(rank_scores=RankScores(logprobs[-2][at], logprobs[-1][which]))
+            step = step._replace(rank_scores=SearchRankScores(logprobs[-2][at], logprobs[-1][which]))
         steps.append(step)
     return steps
 
 
-def _split(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+def _split_search_fields(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
     return [array[:, end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

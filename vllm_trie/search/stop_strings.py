@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search import on_demand
+from vllm_trie.search import search_part_on_demand
 
 CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
 MOST_OPEN = 3  # bytes, or tokens, of an open character
@@ -16,7 +16,7 @@ UNKNOWN, NO, MAYBE = -1, 0, 1
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
 
 
-class TextEnd(NamedTuple):
+class SearchTextEnd(NamedTuple):
     """Where the text of a hypothesis ends.
 
     Args:
@@ -32,7 +32,7 @@ class TextEnd(NamedTuple):
     num_read: int
 
 
-class StopStrings:
+class SearchStopStrings:
     """The stop strings of one request.
 
     Few tokens can complete a given string: those whose own text contains it or begins with some ending of it. Only
@@ -49,7 +49,7 @@ class StopStrings:
         self.strings = tuple(strings)
         self._decode = decode
         self._longest = max(map(len, self.strings))
-        self._matcher = on_demand("string_matcher:StringMatcher")(self.strings)
+        self._matcher = search_part_on_demand("string_matcher:StopStringMatcher")(self.strings)
         self._endings = {string[start:] for string in self.strings for start in range(len(string))}
         self._suspicion = np.full(vocab_size, UNKNOWN, dtype=np.int8)  # by token
 
@@ -59,7 +59,7 @@ class StopStrings:
             self._suspicion[token] = MAYBE if self._is_suspect(token) else NO
         return self._suspicion[tokens] == MAYBE
 
-    def end_of(self, prompt: Sequence[int], generated: Sequence[int]) -> TextEnd:
+    def end_of(self, prompt: Sequence[int], generated: Sequence[int]) -> SearchTextEnd:
         """Where a hypothesis has come to, for `is_completed_by`.
 
         Args:
@@ -71,20 +71,20 @@ class StopStrings:
             window = [int(token) for token in generated[-span:]]
             num_before = max(len(generated) - span, 0)
             rest = [*prompt[-CONTEXT:], *generated[max(num_before - CONTEXT, 0) : num_before]]
-            context, before = context_of(rest, self._decode)
-            text = text_after(before, self._decode([*context, *window])).rstrip(INCOMPLETE)
+            context, before = search_text_context(rest, self._decode)
+            text = search_text_after(before, self._decode([*context, *window])).rstrip(INCOMPLETE)
             if (len(text) >= self._longest and INCOMPLETE not in before + text) or span >= len(generated):
                 break
             span *= 2
         state, _ = self._matcher.read(text[-self._longest :])
-        near, near_text = context_of([*context, *window], self._decode)
+        near, near_text = search_text_context([*context, *window], self._decode)
         if window and INCOMPLETE not in near_text:
-            return TextEnd(state, near, near_text, 0)
-        return TextEnd(state, [*context, *window], before, len(text))
+            return SearchTextEnd(state, near, near_text, 0)
+        return SearchTextEnd(state, [*context, *window], before, len(text))
 
-    def is_completed_by(self, token: int, end: TextEnd) -> bool:
+    def is_completed_by(self, token: int, end: SearchTextEnd) -> bool:
         """Whether a token, after a hypothesis, completes a string within the generated text."""
-        text = text_after(end.before, self._decode([*end.tokens, token]))
+        text = search_text_after(end.before, self._decode([*end.tokens, token]))
         return self._matcher.read(text[end.num_read :], end.state)[1]
 
     def _is_suspect(self, token: int) -> bool:
@@ -99,18 +99,18 @@ class StopStrings:
         return any(piece[:size] in self._endings for size in sizes) or self._matcher.read(piece)[1]
 
 
-def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
+def search_text_context(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
     """The last few of some tokens, and their text, which begins within a character only if no whole one is in it.
 
     Where bytes in a row are characters or none of them is (Llama 2, Gemma), of a row that ends within a character these
     are the bytes of this one alone: with the others they would spoil each other.
     """
     context = [int(token) for token in tokens[-CONTEXT:]]
-    whole, text = _from_whole_character(context, decode)
+    whole, text = _search_text_from_character(context, decode)
     if text and not text.endswith(INCOMPLETE):
         return whole, text
     for num_open in range(1, MOST_OPEN + 1):
-        before = _from_whole_character(context[:-num_open], decode)[1]
+        before = _search_text_from_character(context[:-num_open], decode)[1]
         if before and not before.endswith(INCOMPLETE):
             if text.startswith(before):
                 break
@@ -118,14 +118,14 @@ def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tup
     return (whole, text) if text else (context, decode(context))
 
 
-def _from_whole_character(tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
+def _search_text_from_character(tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
     """The tokens without those that a text begins within a character by, and their text; nothing if all are such."""
     while (text := decode(tokens)).startswith(INCOMPLETE):
         tokens = tokens[1:]
     return tokens, text
 
 
-def text_after(before: str, text: str) -> str:
+def search_text_after(before: str, text: str) -> str:
     """What a text goes on with; `before` may end within a character, and then this begins with the whole of it."""
     num_common = next((i for i, (x, y) in enumerate(zip(before, text, strict=False)) if x != y), len(before))
     return text[num_common:]

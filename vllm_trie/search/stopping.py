@@ -12,7 +12,7 @@ EarlyStopping = bool | Literal["never"]
 NO_TOKEN = -1
 
 
-class StopRules(NamedTuple):
+class SearchStopRules(NamedTuple):
     """What ends a single hypothesis."""
 
     stop_token_ids: frozenset[int]  # EOS, unless ignored, among them
@@ -22,30 +22,30 @@ class StopRules(NamedTuple):
     max_length: int  # generated tokens at which it ends in any case
 
 
-def are_among(tokens: np.ndarray, some: frozenset[int]) -> np.ndarray:
+def are_search_tokens_among(tokens: np.ndarray, some: frozenset[int]) -> np.ndarray:
     """[n] bool: which of a few tokens are among these, of which there may be as many as the vocabulary has."""
     return np.array([token in some for token in tokens.tolist()], np.bool_)
 
 
-class Finished(NamedTuple):
+class FinishedSearchHypotheses(NamedTuple):
     """Finished hypotheses, best first; of equal ones the earlier."""
 
     scores: np.ndarray  # [n] float64, what they compete by
     leaves: np.ndarray  # [n] int64, their numbers in the hypothesis trie
 
     @classmethod
-    def in_order(cls, *parts: Finished) -> Finished:
+    def in_order(cls, *parts: FinishedSearchHypotheses) -> FinishedSearchHypotheses:
         """All of these parts, the best first: of equal ones the one that is in an earlier part, or comes first."""
         scores, leaves = (np.concatenate(fields) for fields in zip(*parts, strict=True))
         order = np.argsort(-scores, kind="stable")
         return cls(scores[order], leaves[order])
 
-    def some(self, which: slice) -> Finished:
+    def some(self, which: slice) -> FinishedSearchHypotheses:
         """Some of them."""
-        return Finished(self.scores[which], self.leaves[which])
+        return FinishedSearchHypotheses(self.scores[which], self.leaves[which])
 
 
-class Ended(NamedTuple):
+class EndedSearchHypotheses(NamedTuple):
     """Hypotheses that end in the same step."""
 
     sums: np.ndarray  # [n] float64, cumulative log-probabilities
@@ -54,27 +54,27 @@ class Ended(NamedTuple):
     rows: np.ndarray  # [n] integers, the beams that they continue
 
     @classmethod
-    def of(cls, sums: ArrayLike, last_tokens: ArrayLike, leaves: ArrayLike, rows: ArrayLike) -> Ended:
+    def of(cls, sums: ArrayLike, last_tokens: ArrayLike, leaves: ArrayLike, rows: ArrayLike) -> EndedSearchHypotheses:
         """Those of sequences of numbers."""
         return cls(np.array(sums, np.float64), *(np.array(field, np.int64) for field in (last_tokens, leaves, rows)))
 
-    def some(self, which: np.ndarray) -> Ended:
+    def some(self, which: np.ndarray) -> EndedSearchHypotheses:
         """Those where `which` [n] is true."""
-        return Ended._make(field[which] for field in self)
+        return EndedSearchHypotheses._make(field[which] for field in self)
 
 
-NO_FINISHED = Finished(np.zeros(0), np.zeros(0, np.int64))
-NO_ENDED = Ended.of([], [], [], [])
+NO_FINISHED = FinishedSearchHypotheses(np.zeros(0), np.zeros(0, np.int64))
+NO_ENDED = EndedSearchHypotheses.of([], [], [], [])
 
 
-class Pool(ABC):
+class SearchPool(ABC):
     """Where finished hypotheses compete, and when the search for them is over."""
 
     done: tuple[int, ...] = ()  # which groups of beams are
     most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability, or infinite
 
     @abstractmethod
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
+    def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         """Take in what one step has led to.
 
         Args:
@@ -97,21 +97,21 @@ class Pool(ABC):
         """
 
     @abstractmethod
-    def best(self, count: int) -> Finished:
+    def best(self, count: int) -> FinishedSearchHypotheses:
         """The best `count`."""
 
-    def best_so_far(self, count: int, running: Ended, length: int) -> Finished:
+    def best_so_far(self, count: int, running: EndedSearchHypotheses, length: int) -> FinishedSearchHypotheses:
         """The best `count` of what is finished and of running beams, as if these ended here; ties go to the finished.
 
         Args:
-            running: All beams, of `length` generated tokens, as `Ended`; the sum is -inf where there is none.
+            running: All beams, of `length` generated tokens, as `EndedSearchHypotheses`; sums of -inf are of none.
         """
         beams = running.some(running.sums > -np.inf)
-        going_on = Finished(self.scores(beams.sums, length, beams.last_tokens), beams.leaves)
-        return Finished.in_order(self.best(count), going_on).some(slice(count))
+        going_on = FinishedSearchHypotheses(self.scores(beams.sums, length, beams.last_tokens), beams.leaves)
+        return FinishedSearchHypotheses.in_order(self.best(count), going_on).some(slice(count))
 
 
-class HypothesisPool(Pool):
+class SearchHypothesisPool(SearchPool):
     """The best `width` finished hypotheses of one search.
 
     Args:
@@ -165,24 +165,24 @@ class HypothesisPool(Pool):
         """
         return self.bound(best_running, length) <= float(self._finished.scores[0])
 
-    def add(self, ended: Ended, length: int) -> np.ndarray:
+    def add(self, ended: EndedSearchHypotheses, length: int) -> np.ndarray:
         """Offer hypotheses of equal length. Returns the leaves of what has no place in the pool (any more)."""
         if not len(ended.leaves):
             return ended.leaves
-        offered = Finished(self.scores(ended.sums, length, ended.last_tokens), ended.leaves)
-        all_of_them = Finished.in_order(self._finished, offered)
+        offered = FinishedSearchHypotheses(self.scores(ended.sums, length, ended.last_tokens), ended.leaves)
+        all_of_them = FinishedSearchHypotheses.in_order(self._finished, offered)
         self._finished = all_of_them.some(slice(self.width))
         return all_of_them.leaves[self.width :]
 
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
+    def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         outdone, best = self.add(ended, length), float(running.max())
         return outdone, best == -np.inf or self.is_done(best, length)
 
-    def best(self, count: int) -> Finished:
+    def best(self, count: int) -> FinishedSearchHypotheses:
         return self._finished.some(slice(count))
 
 
-class HfPool(HypothesisPool):
+class HfSearchPool(SearchHypothesisPool):
     """Hypotheses compete as in transformers' `generate`: by sum_logprobs / length**length_penalty.
 
     The stop token counts, the prompt does not. Source: transformers 5.19 `_update_finished_beams`,
@@ -211,7 +211,7 @@ class HfPool(HypothesisPool):
         return self.score(best_running, length, NO_TOKEN) <= self.worst
 
 
-class TridecodePool(HypothesisPool):
+class TridecodeSearchPool(SearchHypothesisPool):
     """Hypotheses compete by sum_logprobs / length**length_penalty, the stop token counted, the prompt not.
 
     The search goes on for one step after the one in which `width` of them are finished. (The published
@@ -224,7 +224,7 @@ class TridecodePool(HypothesisPool):
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         return sums / length**self.length_penalty
 
-    def add(self, ended: Ended, length: int) -> np.ndarray:
+    def add(self, ended: EndedSearchHypotheses, length: int) -> np.ndarray:
         outdone = super().add(ended, length)
         if self._full_at is None and len(self) == self.width:
             self._full_at = length
@@ -234,7 +234,7 @@ class TridecodePool(HypothesisPool):
         return self._full_at is not None and length > self._full_at
 
 
-class StochasticPool(HypothesisPool):
+class StochasticSearchPool(SearchHypothesisPool):
     """Hypotheses compete by their log-probabilities with noise, whatever their lengths: they are drawn.
 
     A running beam has the noise of the best hypothesis that it leads to. Source: Kool et al. 2019, Stochastic Beams and
@@ -245,7 +245,7 @@ class StochasticPool(HypothesisPool):
         return sums
 
 
-class VllmPool(HypothesisPool):
+class VllmSearchPool(SearchHypothesisPool):
     """Hypotheses compete as in vLLM's `LLM.beam_search`.
 
     In 0.32 by sum_logprobs / (prompt + generated tokens)**length_penalty, a stop token in the end, even an
@@ -268,4 +268,4 @@ class VllmPool(HypothesisPool):
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         counted = self.prompt_length + length
         all_count, all_but_the_last = (sums / max(n, 1) ** self.length_penalty for n in (counted, counted - 1))
-        return np.where(are_among(last_tokens, self._uncounted), all_but_the_last, all_count)
+        return np.where(are_search_tokens_among(last_tokens, self._uncounted), all_but_the_last, all_count)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 ROOT = 0
 
 
-class StringMatcher:
+class StopStringMatcher:
     """Looks for strings in text that comes piece by piece, in time that does not grow with their number or length.
 
     A state stands for the longest ending of the text so far with which one of the strings begins.

@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.detokenizing import Decode, detokenizing_function
-from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
+from vllm_trie.search.stop_strings import INCOMPLETE, search_text_after, search_text_context
 from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis
 
 Context = tuple[list[int], str]  # a few tokens before a step, on which depends how it is written, and their text
@@ -57,7 +57,7 @@ class StepReader:
             raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
         is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
         assert output.prompt_token_ids is not None
-        context = context_of(output.prompt_token_ids, self._decode)
+        context = search_text_context(output.prompt_token_ids, self._decode)
         step = DrawnStep(
             self._text(context, drawn),
             drawn.token_ids,
@@ -104,7 +104,7 @@ class StepReader:
     def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
         """What tokens say behind others, but for a character that they leave open."""
         before, text_before = context
-        return text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
+        return search_text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
 
     @cached_property
     def _decode(self) -> Decode:

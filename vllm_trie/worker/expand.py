@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_trie.messages import GroupStep, group_step_messages
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.row_params import row_params
 from vllm_trie.worker.step_context import RunnerStepContext
@@ -43,7 +43,7 @@ def expand(
         if request.req_id in steps:
             request = replace(request, sampling_params=row_params(request.sampling_params))
             zeros = torch.zeros(1, 1, device=device)
-            groups[request.req_id] = GroupRows(request, [request.req_id], Beams(zeros), zeros[0].long())
+            groups[request.req_id] = GroupRows(request, [request.req_id], SearchBeams(zeros), zeros[0].long())
             context.entered.append(request.req_id)
         new_requests.append(request)
 
@@ -110,7 +110,7 @@ def _expand_first_beams(
     if step.resumed is not None:
         histories = step.resumed.histories[:num_requests].tolist()
         known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
-        group.beams = Beams(*async_tensor_h2d(np.stack(known), device=device, dtype=torch.float32)[:, None])
+        group.beams = SearchBeams(*async_tensor_h2d(np.stack(known), device=device, dtype=torch.float32)[:, None])
         group.tokens = async_tensor_h2d(step.resumed.histories[:, -1].copy(), device=device, dtype=torch.int64)
     request = replace(group.request, num_computed_tokens=num_computed_tokens)
     blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.messages import BEAM_GROUPS, attach_result_messages, catalog_change_message, row_mask_message
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import is_searched_on_host
 from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
 from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.worker import launches
@@ -100,7 +100,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.sampler is None:
             return
         together = self.max_num_reqs
-        if not sees(self.device):
+        if not is_searched_on_host(self.device):
             widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
             together = widest_steps.most_rows_measured_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
@@ -150,7 +150,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, **kwargs: Any) -> None:
         super()._dummy_sampler_run(hidden_states, **kwargs)
-        if sees(self.device):
+        if is_searched_on_host(self.device):
             return
         logits = self.model.compute_logits(hidden_states)
         self.speculation.take_memory()

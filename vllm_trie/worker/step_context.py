@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, DecidedMessage, GroupStep
-from vllm_trie.search.step_result import Layout, unpacked
+from vllm_trie.search.step_result import SearchResultLayout, unpack_search_steps
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.group_rows import BatchRows
 
@@ -31,7 +31,7 @@ class PackedStep(NamedTuple):
 
     group_ids: list[str]
     packed: torch.Tensor  # [G, n] int32
-    layout: Layout
+    layout: SearchResultLayout
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RunnerStepContext:
         """All that was decided, by group. `packed`: copies of what is on the device."""
         decided = dict(self.decided)
         for selected, on_host in zip(self.selected, packed, strict=True):
-            steps = zip(selected.group_ids, unpacked(on_host, selected.layout), strict=True)
+            steps = zip(selected.group_ids, unpack_search_steps(on_host, selected.layout), strict=True)
             for group_id, step in steps:
                 asked_in_vain = self.cannot_draft and self.steps[group_id].budget is not None
                 decided[group_id] = DecidedMessage([step], CANNOT_DRAFT if asked_in_vain else NOT_DRAFTED)

@@ -13,7 +13,7 @@ from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
-from vllm_trie.search.step_result import Taken
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import TakeStep, best, in_groups, items
 from vllm_trie.worker.select.step_graphs import SelectionGraphs
@@ -30,7 +30,7 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[type[TakeStep]]:
     taken = list[type[TakeStep]]()
     for kind in (best.KernelBestStep, in_groups.KernelStepInGroups, items.KernelStepAlongItems):
 
-        def noted(step: TakeStep, *args: Any, take: Any = kind.__call__) -> Taken:
+        def noted(step: TakeStep, *args: Any, take: Any = kind.__call__) -> PackedSearchStep:
             taken.append(type(step))
             return take(step, *args)
 

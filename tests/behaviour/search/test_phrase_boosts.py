@@ -18,7 +18,7 @@ from tests.support.phrases import Phrases, biased_beams, boost_of, next_logprobs
 from tests.support.reference import Answer, agree, is_greedy
 from tests.support.running import MOST_TIES, Job, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts, _carried
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint, _carried
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_nothing_is_left_on_the_device_of_phrases_that_ranked_drafts(
     phrases, prompt = [([[7, 8]], 2.0)], prompt_of(20)
     run(engine, [(prompt, boosted(3, phrases, speculation="exact"))])
     run(engine, [(prompt, SamplingParams(max_tokens=2))])
-    assert PhraseBoosts.of(phrases) not in _carried
+    assert PhraseBoostConstraint.of(phrases) not in _carried
 
 
 def test_speculation_by_ngrams_finds_what_plain_steps_find(engines: Engines) -> None:
@@ -152,9 +152,9 @@ def test_phrases_wait_for_room_and_leave_nothing_on_the_device(
 ) -> None:
     engine, prompt = engines(random_model("gqa")), prompt_of(20)
     phrases: list[Phrases] = [[([[20 + number, 25]], 2.0)] for number in range(4)]
-    size = PhraseBoosts.of(phrases[0]).num_bytes
+    size = PhraseBoostConstraint.of(phrases[0]).num_bytes
     monkeypatch.setattr(engine.scheduler.catalogs, "_room", int(2.5 * size))
-    held, own = list[int](), {PhraseBoosts.of(of_search) for of_search in phrases}
+    held, own = list[int](), {PhraseBoostConstraint.of(of_search) for of_search in phrases}
     jobs = [(prompt, boosted(2, of_search, ignore_eos=True)) for of_search in phrases]
     run(engine, jobs, lambda: held.append(len(own & {*_carried})))
     assert max(held) == 2

@@ -20,7 +20,7 @@ from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.messages import FORK, TICKET
-from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, StopStrings
+from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, SearchStopStrings
 
 TEXT = "def f(x): return 'é€😀😀 naïve'\n日本語 = 1\n" * 3
 
@@ -124,7 +124,7 @@ def test_it_ends_with_the_token_that_a_search_ends_with(seed: int, is_of_pieces:
     prompt, generated = choose.choice(cuts)
     start = choose.randrange(len(text) - 6)
     stop = text[start : start + choose.randint(1, 6)]
-    of_search = StopStrings([stop], detokenizing_function(of, skip_special_tokens=True), len(of))
+    of_search = SearchStopStrings([stop], detokenizing_function(of, skip_special_tokens=True), len(of))
     places = ((n, of_search.end_of(prompt, generated[: n - 1])) for n in range(1, len(generated) + 1))
     ends = (n for n, before in places if of_search.is_completed_by(generated[n - 1], before))
     answer = detokenizer(prompt, of=of, stop=[stop])

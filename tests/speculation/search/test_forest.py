@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of, steps_of
-from vllm_trie.search.step_result import Step
-from vllm_trie.search.stopping import Ended, HfPool
+from vllm_trie.search.step_result import SearchStepResult
+from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool
 from vllm_trie.speculation.search.forest import (
     ROOT,
     BestTokens,
@@ -65,7 +65,7 @@ class Search:
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        self.pool = HfPool(self.width, 1.0, self.max_length, False)
+        self.pool = HfSearchPool(self.width, 1.0, self.max_length, False)
 
     @property
     def answer(self) -> tuple[list[tuple[Beam, float]], list[Beam], list[float]]:
@@ -73,14 +73,16 @@ class Search:
         finished = [(self.found[leaf], score) for score, leaf in zip(*(field.tolist() for field in best), strict=True)]
         return finished, self.beams, self.scores.tolist()
 
-    def step(self) -> Step:
+    def step(self) -> SearchStepResult:
         self.length += 1
         rules = rules_of(self.width, stops=(EOS,), is_last=self.length == self.max_length)
         logits, scores = self.target.logprobs(self.beams)[None], torch.from_numpy(self.scores)[None]
         (step,) = steps_of(rules, logits, scores)
         for parent, token, score in zip(*step.finished, strict=True):
             self.found.append((*self.beams[parent], int(token)))
-            self.pool.add(Ended.of([float(score)], [int(token)], [len(self.found) - 1], [0]), self.length)
+            self.pool.add(
+                EndedSearchHypotheses.of([float(score)], [int(token)], [len(self.found) - 1], [0]), self.length
+            )
         self.beams = [
             (*self.beams[parent], int(token)) for parent, token in zip(step.parents, step.tokens, strict=True)
         ]

@@ -15,7 +15,7 @@ from tests.support.exhaustive import (
     random_pair,
     rejected_parent,
 )
-from vllm_trie.search.sampling import generator
+from vllm_trie.search.sampling import search_generator
 from vllm_trie.speculation.search.rejection import (
     Draft,
     DraftAcceptanceRules,
@@ -140,7 +140,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(replacement: bool) -> None
     p, _ = random_pair(0, (3, 50))
     for seed in range(20):
         _, drafts = draw_acceptable_drafts(
-            p, DraftAcceptanceRules(6, 6, replacement=replacement), rng := generator(seed, 1)
+            p, DraftAcceptanceRules(6, 6, replacement=replacement), rng := search_generator(seed, 1)
         )
         verified = accept_drafts(p, p, drafts, 6, replacement, rng)
         assert verified.is_complete
@@ -150,7 +150,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(replacement: bool) -> None
 
 def test_a_draft_the_target_rules_out_is_replaced() -> None:
     p, q = torch.tensor([[0.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5], [0.0, 0.0]]).double()
-    verified = accept_drafts(p, q, np.array([1, 0]), 1, False, generator(0, 0))
+    verified = accept_drafts(p, q, np.array([1, 0]), 1, False, search_generator(0, 0))
     assert verified.cells.tolist() == [3]
     assert verified.drafts.tolist() == [-1]
     assert not verified.is_complete
@@ -159,7 +159,7 @@ def test_a_draft_the_target_rules_out_is_replaced() -> None:
 def test_beams_are_no_more_than_there_are_possible_cells() -> None:
     p, q = torch.tensor([[0.7, 0.0, 0.3, 0.0]]).double(), torch.full((1, 4), 0.25).double()
     for seed in range(20):
-        _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(4, 4), rng := generator(seed, 1))
+        _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(4, 4), rng := search_generator(seed, 1))
         verified = accept_drafts(p, q, drafts, 4, False, rng)
         assert sorted(verified.cells) == [0, 2]
         assert len(verified.drafts) == 2
@@ -169,5 +169,5 @@ def test_beams_are_no_more_than_there_are_possible_cells() -> None:
 def test_nearly_certain_drafts_leave_the_rest_of_the_law_intact() -> None:
     """One minus the mass that was drawn would be zero here."""
     p = torch.tensor([[1 - 2e-17, 1.5e-17, 0.5e-17]]).double()
-    verified = [accept_drafts(p, p, np.array([0, 1]), 2, False, generator(seed, 0)) for seed in range(50)]
+    verified = [accept_drafts(p, p, np.array([0, 1]), 2, False, search_generator(seed, 0)) for seed in range(50)]
     assert all(v.cells.tolist() == [0, 1] for v in verified)

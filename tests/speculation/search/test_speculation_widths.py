@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.exhaustive import branches, distance, random_pair, rejected_parent
-from vllm_trie.search.sampling import generator
+from vllm_trie.search.sampling import search_generator
 from vllm_trie.speculation.search.rejection import (
     DraftAcceptanceRules,
     DraftRejectionResidual,
@@ -41,7 +41,7 @@ def test_the_number_accepted_has_the_law_that_widths_are_decided_by(seed: int) -
 def test_the_number_accepted_in_a_large_vocabulary() -> None:
     p, q = random_pair(0, (4, 200))
     counts, num_draws = np.zeros(7), 2000
-    rng = generator(0, 1)
+    rng = search_generator(0, 1)
     for _ in range(num_draws):
         _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(6, 6, replacement=True), rng)
         counts[(accept_drafts(p, q, drafts, 6, True, rng).drafts >= 0).sum()] += 1

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.support.exhaustive import drawn_pair_distribution, random_pair
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.sampling import generator, joint_probabilities
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.sampling import joint_search_probabilities, search_generator
 from vllm_trie.speculation.search import rejection
 from vllm_trie.speculation.search.rejection import (
     AcceptedLayer,
@@ -58,7 +58,7 @@ def test_layers_go_on_until_one_is_incomplete_or_nothing_is_possible(
     distributions: list[torch.Tensor], drafts: list[list[int]]
 ) -> None:
     distribution = Layers(*[*distributions, *[NOTHING] * (3 - len(distributions))])
-    rules, rng = DraftAcceptanceRules(1, 1), generator(0, 0)
+    rules, rng = DraftAcceptanceRules(1, 1), search_generator(0, 0)
     layers = list(accept_draft_layers([Drafts(SURE, np.array([0]))] * 2, distribution, rules, rng))
     assert [layer.drafts.tolist() for layer in layers] == drafts
     assert [layer.cells.tolist() for layer in layers] == [[int(p.argmax())] for p in distributions if p.any()]
@@ -76,7 +76,9 @@ def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | No
     for seed in range(30):
         distribution.asked.clear()
         layers = list(
-            accept_draft_layers([draw_acceptable_drafts(q, rules, rng := generator(seed, 0))], distribution, rules, rng)
+            accept_draft_layers(
+                [draw_acceptable_drafts(q, rules, rng := search_generator(seed, 0))], distribution, rules, rng
+            )
         )
         assert [len(layer.cells) for layer in layers] == widths[: len(layers)]
         seen.add(len(layers))
@@ -85,7 +87,9 @@ def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | No
 
 def test_without_drafts_one_layer_is_drawn_from_the_target() -> None:
     p, _ = random_pair(0, (2, 3))
-    layers = list(accept_draft_layers([], Layers(p, p, p), DraftAcceptanceRules(1, 4, threshold=0.9), generator(0, 0)))
+    layers = list(
+        accept_draft_layers([], Layers(p, p, p), DraftAcceptanceRules(1, 4, threshold=0.9), search_generator(0, 0))
+    )
     assert [layer.drafts.tolist() for layer in layers] == [[-1] * 4]
 
 
@@ -112,7 +116,9 @@ def score(model: Model, beam: Beam) -> float:
 
 
 def distribution_of(model: Model, beams: list[Beam], scores: list[float]) -> torch.Tensor:
-    return joint_probabilities(torch.tensor(scores), torch.stack([model[beam] for beam in beams]), LogitsFilters())
+    return joint_search_probabilities(
+        torch.tensor(scores), torch.stack([model[beam] for beam in beams]), SearchFilters()
+    )
 
 
 def children(beams: list[Beam], cells: np.ndarray) -> list[Beam]:
@@ -155,7 +161,7 @@ def iterated(
 def counts_by_simulation(models: tuple[Model, Model], rules: DraftAcceptanceRules, num_runs: int) -> np.ndarray:
     """[2, 64], how often each beam was which sequence."""
     counts = np.zeros((WIDTH, TOKENS**LENGTH))
-    rng = generator(0, 0)
+    rng = search_generator(0, 0)
     for _ in range(num_runs):
         beams: list[Beam] = [()]
         while len(beams[0]) < LENGTH:

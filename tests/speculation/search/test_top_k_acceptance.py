@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.exhaustive import Branches, distance, drawn_pair_distribution, pair_distribution, random_pair
-from vllm_trie.search.sampling import generator
+from vllm_trie.search.sampling import search_generator
 from vllm_trie.speculation.search import rejection
 from vllm_trie.speculation.search.rejection import (
     AcceptedLayer,
@@ -55,7 +55,7 @@ def enumerated(p: torch.Tensor, q: torch.Tensor, top_k: int, replacement: bool) 
     def draw(left: torch.Tensor, count: int, replacement: bool, rng: Branches) -> np.ndarray:
         return rng.drafts(left, count, replacement).astype(np.int64)
 
-    with patch.object(rejection, "draw_cells", draw):
+    with patch.object(rejection, "draw_search_cells", draw):
         while paths:
             rng = Branches(paths.pop(), 2)
             drafts = rng.drafts(q, NUM_DRAFTS, replacement)
@@ -91,7 +91,7 @@ def test_as_the_temperature_falls_beams_are_the_best_whatever_is_drafted(
     width: int, top_k: int, drafts: list[int]
 ) -> None:
     p = cold([1.0, 3.0, 2.0, 0.5, 2.5])
-    verified = accept_drafts_by_rank(p, np.array(drafts), width, top_k, False, generator(0, 0))
+    verified = accept_drafts_by_rank(p, np.array(drafts), width, top_k, False, search_generator(0, 0))
     assert {*verified.cells.tolist()} == {*[1, 4, 2][:width]}
     assert all(
         draft == -1 or drafts[draft] == cell for cell, draft in zip(verified.cells, verified.drafts, strict=True)
@@ -104,7 +104,7 @@ def test_one_beam_by_the_best_continuation_is_greedy_search_as_the_temperature_f
     drafted = [Drafts(cold([0.0, 0.0, 0.0]), np.array([draft])) for draft in (1, 2)]
     layers: list[AcceptedLayer] = []
     for verified in accept_draft_layers(
-        drafted, lambda _: targets[len(layers)], DraftAcceptanceRules(1, 1, top_k=1), generator(0, 0)
+        drafted, lambda _: targets[len(layers)], DraftAcceptanceRules(1, 1, top_k=1), search_generator(0, 0)
     ):
         layers.append(verified)
     assert [layer.cells.tolist() for layer in layers] == [[1], [0]]
@@ -113,11 +113,15 @@ def test_one_beam_by_the_best_continuation_is_greedy_search_as_the_temperature_f
 
 def test_a_draft_that_the_target_rules_out_is_not_among_its_best() -> None:
     p = torch.tensor([[0.0, 0.6, 0.4, 0.0]]).double()
-    verified = accept_drafts_by_rank(p, np.array([0, 3, 2]), 2, 4, False, generator(0, 0))
+    verified = accept_drafts_by_rank(p, np.array([0, 3, 2]), 2, 4, False, search_generator(0, 0))
     assert verified.cells.tolist() == [2, 1]
     assert verified.drafts.tolist() == [2, -1]
 
 
 def test_drafts_that_tie_for_the_last_place_are_all_accepted() -> None:
     p = torch.tensor([[0.2, 0.4, 0.2, 0.2]]).double()
-    assert accept_drafts_by_rank(p, np.array([3, 0, 1]), 3, 2, False, generator(0, 0)).drafts.tolist() == [0, 1, 2]
+    assert accept_drafts_by_rank(p, np.array([3, 0, 1]), 3, 2, False, search_generator(0, 0)).drafts.tolist() == [
+        0,
+        1,
+        2,
+    ]

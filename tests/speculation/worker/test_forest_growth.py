@@ -18,7 +18,7 @@ from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import States
 from vllm_trie.search.devices import ALIGNMENT, NEVER
-from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import best_drafts, unseen_forests
@@ -62,7 +62,7 @@ class Problem:
         """Forests of roots alone; some of these are dead."""
         random, found, num_slots = np.random.default_rng(self.seed), [], 0
         for start, (num_layers, width, draft_width, most) in zip(self.starts, self.sizes, strict=True):
-            filters = LogitsFilters(random.choice([0.7, 1.0, 1.0]))  # torch ranks tokens with a temperature
+            filters = SearchFilters(random.choice([0.7, 1.0, 1.0]))  # torch ranks tokens with a temperature
             rules = [rules_of(1, stops=STOPS[: self.num_stops], filters=filters)] * num_layers
             numbers, blocks, spare = iter(random.permutation(2000) + 1), [], []
             for size in self.block_sizes:

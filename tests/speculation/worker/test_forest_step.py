@@ -12,10 +12,10 @@ import torch
 
 from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.constraint import NOTHING
-from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.speculation.search.draft_lookup import DraftPaths
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
@@ -23,16 +23,16 @@ from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 
 CPU = torch.device("cpu")
 NUM_BEAMS, NUM_LAYERS, VOCAB_SIZE, STOP = 3, 3, 8, 7
-NO_PAIR_TWICE = NoRepeats(2)
+NO_PAIR_TWICE = NGramConstraint(2)
 
 
-def items() -> AlongItems:
+def items() -> ConstraintAlongItems:
     """A root with all tokens but the stop as children, below each the first five tokens, which end items."""
     children = [*range(7)] + [*range(5)] * 7
     first_child = [1, 8, 13, 18, 23, 28, 33, 38] + [43] * 36
     is_item = [False] * 8 + [True] * 35
-    trie = ItemTrie(torch.tensor(first_child), torch.tensor([0, *children]), torch.tensor(is_item), [7, 5, 0])
-    return AlongItems(ItemRules("items", 3), trie, (STOP,))
+    trie = ConstraintTrie(torch.tensor(first_child), torch.tensor([0, *children]), torch.tensor(is_item), [7, 5, 0])
+    return ConstraintAlongItems(ItemConstraint("items", 3), trie, (STOP,))
 
 
 def planted(histories: np.ndarray) -> ForestStep:
@@ -56,10 +56,10 @@ def planted(histories: np.ndarray) -> ForestStep:
 def check(forest_step: ForestStep, histories: np.ndarray) -> int:
     """Raise AssertionError unless each node carries what its path says. Returns how many there are beyond the roots."""
     forest = forest_step.forest
-    along = next(key for key in forest_step.states if isinstance(key, AlongItems))
+    along = next(key for key in forest_step.states if isinstance(key, ConstraintAlongItems))
     for node in range(forest.num_nodes):
         root, *path = forest.path(node)
-        beams = forest_step.beams_at([node], Beams(torch.zeros(1, 1)))
+        beams = forest_step.beams_at([node], SearchBeams(torch.zeros(1, 1)))
         tokens = [*histories[root], *(forest.tokens[one] for one in path)]
         carried = beams.states[NO_PAIR_TWICE][0, 0].tolist()
         assert [token for token in carried if token != NOTHING] == tokens

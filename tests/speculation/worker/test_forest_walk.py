@@ -12,12 +12,12 @@ import torch
 from tests.support.steps import rules_of
 from tests.support.unseen import paths_before, pretend_unseen
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import Going, Step, packed, unpacked
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import is_light_search_step, take_search_step
+from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import forest_walk
 from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
@@ -37,7 +37,7 @@ RULES = {
     "tridecode": rules_of(3, "tridecode", (STOP,)),
     "vllm": rules_of(3, "vllm", (STOP,)),
     "log-probabilities": rules_of(3, num_logprobs=2),
-    "a nucleus": rules_of(3, filters=LogitsFilters(0.7, top_p=0.9)),
+    "a nucleus": rules_of(3, filters=SearchFilters(0.7, top_p=0.9)),
 }
 
 
@@ -53,7 +53,7 @@ class Planted:
     """
 
     def __init__(
-        self, rules: SelectRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS, are_unseen: bool = False
+        self, rules: SearchRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS, are_unseen: bool = False
     ) -> None:
         self.random, self.seed, self.is_coarse = torch.Generator().manual_seed(seed), seed, is_coarse
         of_steps = [rules._replace(is_last=number == NUM_LAYERS) for number in range(1, NUM_LAYERS + 1)]
@@ -64,7 +64,7 @@ class Planted:
             scores, slots = -torch.rand(rules.width, generator=self.random), np.arange(rules.width)
             request: Any = SimpleNamespace(req_id=str(number), prompt_token_ids=[1])
             row_ids = [f"{number}#{row}" for row in slots]
-            group = GroupRows(request, row_ids, Beams(scores[None]), torch.zeros(rules.width), slots=slots)
+            group = GroupRows(request, row_ids, SearchBeams(scores[None]), torch.zeros(rules.width), slots=slots)
             layer = Layer(slots.tolist(), scores.numpy(), rules.width)
             step, blocks = GroupStep(rules, selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
             forest = Forest([0] * rules.width, most)
@@ -135,16 +135,19 @@ def step_by_step(planted: Planted, number: int) -> list[Any]:
     beams = forest_step.group.beams
     for rules in forest_step.rules:
         logits = torch.stack([planted.says(number, *history) for history in histories])
-        step = take_step(rules, logits[None], beams)
-        words, layout = packed(step)
-        (on_host,) = unpacked(words.numpy(), layout)
+        step = take_search_step(rules, logits[None], beams)
+        words, layout = pack_search_step(step)
+        (on_host,) = unpack_search_steps(words.numpy(), layout)
         found.append(of_step(on_host))
         chosen = zip(on_host.parents.tolist(), on_host.tokens.tolist(), strict=True)
-        histories, beams = [(*histories[parent], token) for parent, token in chosen], beams.after(Going.of(step))
+        histories, beams = (
+            [(*histories[parent], token) for parent, token in chosen],
+            beams.after(NextSearchBeams.of(step)),
+        )
     return found
 
 
-def of_step(step: Step) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
+def of_step(step: SearchStepResult) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
     """The beams of a step by slot, and what ends in it, in order: parents, tokens and scores."""
     beams, ended = (
         [*zip(*(field.tolist() for field in candidates), strict=True)] for candidates in (step[:3], step.finished)
@@ -159,7 +162,7 @@ def steps_of(found: Found) -> list[list[list[float]]]:
 @pytest.mark.parametrize("is_coarse", [False, True])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_groups_that_walk_together_find_what_each_finds_alone(
-    rules: SelectRules, is_coarse: bool, monkeypatch: pytest.MonkeyPatch
+    rules: SearchRules, is_coarse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_steps = 0
     for seed in range(4):
@@ -168,7 +171,7 @@ def test_groups_that_walk_together_find_what_each_finds_alone(
         with monkeypatch.context() as patch:
             pretend_unseen(patch)
             together = SearchedForestStep.search(nodes := planted.nodes())
-            assert len(forest_walk.verifying_walks_of(nodes)) == (1 if is_light(rules) else 2)
+            assert len(forest_walk.verifying_walks_of(nodes)) == (1 if is_light_search_step(rules) else 2)
         for number, (own, found) in enumerate(zip(alone, together, strict=True)):
             assert steps_of(found) == steps_of(own)
             assert (found.beams, found.accepted) == (own.beams, own.accepted)

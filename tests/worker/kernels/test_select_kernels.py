@@ -8,12 +8,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, Candidates
-from vllm_trie.search.rules import Means
-from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, SearchCandidates
+from vllm_trie.search.rules import SearchInputs
+from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import pack_search_step
 from vllm_trie.worker.kernels import KernelStepSizes, slots, wide, wide_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,9 +28,9 @@ def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, 
     tokens = torch.randint(1 << 17, shape, generator=random).to(DEVICE)
     scores = -torch.rand(shape, generator=random).to(DEVICE)
     lives = (torch.rand(shape, generator=random) < alive).to(DEVICE)
-    candidates = Candidates(parents, tokens, scores)
+    candidates = SearchCandidates(parents, tokens, scores)
     by_kernel, by_torch = (
-        select(candidates, lives, width, num_rows) for select in (slots.launch_select_next, select_next)
+        select(candidates, lives, width, num_rows) for select in (slots.launch_select_next, choose_next_search_beams)
     )
     for own, expected in zip(by_kernel, by_torch, strict=True):
         assert own.dtype == expected.dtype
@@ -64,7 +64,7 @@ def test_kernels_for_many_beams_select_as_torch(
     parents = torch.randint(num_rows, scores.shape, generator=random)
     tokens = torch.randint(vocab_size, scores.shape, generator=random)
     keys = scores.abs().view(torch.int32).long() * SCORE_UNIT + parents * vocab_size + tokens
-    both, candidates = torch.stack([keys, torch.full_like(keys, NO_KEY)]), Candidates(parents, tokens, scores)
+    both, candidates = torch.stack([keys, torch.full_like(keys, NO_KEY)]), SearchCandidates(parents, tokens, scores)
     places = torch.arange(num_groups * num_rows, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide, "PART", 4)
@@ -72,7 +72,7 @@ def test_kernels_for_many_beams_select_as_torch(
         patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
         step = wide.KernelWideStep(rules_of(width), KernelStepSizes(num_rows, vocab_size))
         taken = step.select(both.to(DEVICE), places, places[:, None].clone())
-    expected = select_next(candidates, scores > DEAD, width, num_rows)
+    expected = choose_next_search_beams(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
     assert torch.equal(taken.going.scores.cpu(), expected.scores)
     assert torch.equal(taken.going.parents.cpu(), expected.parents)
@@ -88,10 +88,12 @@ def test_wide_groups_are_selected_as_in_torch(width: int, alive: float) -> None:
 
 def test_parts_of_larger_tensors_are_selected_as_in_torch() -> None:
     parents = torch.arange(24, device=DEVICE).view(2, 12) % 4
-    candidates = Candidates(parents[:, ::2], parents[:, 1::2], -parents.float()[:, :6])
+    candidates = SearchCandidates(parents[:, ::2], parents[:, 1::2], -parents.float()[:, :6])
     lives = (parents > 0)[:, ::2]
     for own, expected in zip(
-        slots.launch_select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
+        slots.launch_select_next(candidates, lives, 4, 4),
+        choose_next_search_beams(candidates, lives, 4, 4),
+        strict=True,
     ):
         assert torch.equal(own, expected)
 
@@ -104,8 +106,8 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     scores[0, 1:] = scores[1] = DEAD
     rules = rules_of(5, semantics, (1, 7))
     by_kernel, by_torch = (
-        packed(take_step(rules, logits, Beams(scores), Means(select_next=one)))
-        for one in (slots.launch_select_next, select_next)
+        pack_search_step(take_search_step(rules, logits, SearchBeams(scores), SearchInputs(select_next=one)))
+        for one in (slots.launch_select_next, choose_next_search_beams)
     )
     assert by_kernel[1] == by_torch[1]
     assert torch.equal(by_kernel[0], by_torch[0])

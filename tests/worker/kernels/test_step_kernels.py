@@ -16,18 +16,25 @@ from hypothesis import strategies as st
 from tests.support.items import along_of, random_items
 from tests.support.steps import rules_of
 from vllm_trie.search import step as search_step
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules, Strategy
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Step, Taken, TokenLogprobs, packed, unpacked
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.token_tables import columns
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchRules, SearchStrategy
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import (
+    NextSearchBeams,
+    PackedSearchStep,
+    SearchStepResult,
+    SearchTokenLogprobs,
+    pack_search_step,
+    unpack_search_steps,
+)
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.token_tables import search_token_columns
 from vllm_trie.worker.kernels import KernelStepSizes, best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.by_kernels import select_by_kernels
@@ -39,7 +46,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Problem:
     """Logits of some groups among others, and what their rows carry."""
 
-    def __init__(self, rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int, seed: int) -> None:
+    def __init__(self, rules: SearchRules, num_groups: int, num_rows: int, vocab_size: int, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.rules, self.shape = rules, (num_groups, num_rows, vocab_size)
         count = num_groups * num_rows
@@ -51,22 +58,22 @@ class Problem:
         self.states: dict[Constraint, torch.Tensor] = {}
 
     @property
-    def beams(self) -> Beams:
-        return Beams(self.scores, states=self.states)
+    def beams(self) -> SearchBeams:
+        return SearchBeams(self.scores, states=self.states)
 
     def of_rows(self) -> torch.Tensor:
         return self.logits.values[self.logits.which].view(self.shape)
 
-    def by_kernels(self) -> tuple[Taken, torch.Tensor]:
+    def by_kernels(self) -> tuple[PackedSearchStep, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
         take = select_by_kernels(self.rules, KernelStepSizes.of(self.beams, self.shape[2]))
         assert take is not None
         return take(self.logits, self.beams, self.places, sampled), sampled
 
-    def by_torch(self) -> Step:
-        return take_step(self.rules, self.of_rows(), self.beams)
+    def by_torch(self) -> SearchStepResult:
+        return take_search_step(self.rules, self.of_rows(), self.beams)
 
-    def by_torch_of_the_same_sums(self) -> Step:
+    def by_torch_of_the_same_sums(self) -> SearchStepResult:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
         logits = self.logits._replace(temperature=self.rules.filters.temperature)
         rank_rows = tiles.KernelRowRanking(tiles.Wanted(1, 1), self.shape[2])
@@ -76,21 +83,23 @@ class Problem:
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
             # By a number torch divides on a GPU as it multiplies by what 1 is divided by it.
             logprobs = (logits.float() / torch.tensor(temperature, device=logits.device) - highest) - rest
-            logprobs.index_fill_(-1, columns(barred, logprobs.shape[-1], logits.device), NEVER)
+            logprobs.index_fill_(-1, search_token_columns(barred, logprobs.shape[-1], logits.device), NEVER)
             return logprobs.nan_to_num(NEVER, NEVER, NEVER)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(search_step, "log_probabilities", normalised)
+            patch.setattr(search_step, "search_log_probabilities", normalised)
             return self.by_torch()
 
 
 def check(problem: Problem) -> None:
     """Raise AssertionError unless kernels decide what torch decides: to the bit from equal sums, else by its sums."""
     taken, sampled = problem.by_kernels()
-    expected, layout = packed(same := problem.by_torch_of_the_same_sums())
+    expected, layout = pack_search_step(same := problem.by_torch_of_the_same_sums())
     assert taken.layout[2:] == layout[2:]  # in columns of what finishes both may differ
     for own, theirs in zip(
-        unpacked(taken.words.cpu().numpy(), taken.layout), unpacked(expected.cpu().numpy(), layout), strict=True
+        unpack_search_steps(taken.words.cpu().numpy(), taken.layout),
+        unpack_search_steps(expected.cpu().numpy(), layout),
+        strict=True,
     ):
         theirs, lives = finishing_in_order(theirs, problem.rules), theirs.scores > NEVER
         assert own.scores.tolist() == theirs.scores.tolist()
@@ -98,7 +107,7 @@ def check(problem: Problem) -> None:
         assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
         assert [field.tolist() for field in own.finished] == [field.tolist() for field in theirs.finished]
         check_reports(own, theirs, lives)
-    for own, theirs in zip(taken.going[:3], Going.of(same)[:3], strict=True):
+    for own, theirs in zip(taken.going[:3], NextSearchBeams.of(same)[:3], strict=True):
         assert own.dtype == theirs.dtype
     for key in problem.states:
         lives = same.scores > NEVER
@@ -109,17 +118,19 @@ def check(problem: Problem) -> None:
     torch.testing.assert_close(taken.going.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
 
 
-def finishing_in_order(step: Step, rules: SelectRules) -> Step:
+def finishing_in_order(step: SearchStepResult, rules: SearchRules) -> SearchStepResult:
     """By vLLM's rules torch may list what stops row after row; kernels list the best first, and what else ends then."""
-    if rules.strategy != Best("vllm"):
+    if rules.strategy != BestStrategy("vllm"):
         return step
     (_, tokens, scores), reports = step.finished, step.finished_logprobs
     order = np.lexsort((-scores, ~np.isin(tokens, rules.stops.ending_token_ids)))
-    finished = Candidates(*(field[order] for field in step.finished))
-    return step._replace(finished=finished, finished_logprobs=reports and TokenLogprobs(*(f[order] for f in reports)))
+    finished = SearchCandidates(*(field[order] for field in step.finished))
+    return step._replace(
+        finished=finished, finished_logprobs=reports and SearchTokenLogprobs(*(f[order] for f in reports))
+    )
 
 
-def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
+def check_reports(own: SearchStepResult, theirs: SearchStepResult, lives: torch.Tensor) -> None:
     if theirs.top_logprobs is None:
         return
     for row in set(theirs.parents[lives].tolist()) | set(theirs.finished.parents.tolist()):
@@ -130,12 +141,12 @@ def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
         assert of_own.tolist() == of_theirs.tolist()
 
 
-FILTERS = LogitsFilters(), LogitsFilters(0.7), LogitsFilters(1.3, 0.1)
+FILTERS = SearchFilters(), SearchFilters(0.7), SearchFilters(1.3, 0.1)
 STOPS = (), (1,), (0, 2), tuple(range(1, 5000, 2))
 
 
 @st.composite
-def rules_of_best(draw: st.DrawFn, most_beams: int = 4) -> SelectRules:
+def rules_of_best(draw: st.DrawFn, most_beams: int = 4) -> SearchRules:
     return rules_of(
         draw(st.integers(1, most_beams)),
         draw(st.sampled_from(["hf", "tridecode", "vllm"])),
@@ -150,7 +161,7 @@ def rules_of_best(draw: st.DrawFn, most_beams: int = 4) -> SelectRules:
 
 
 @st.composite
-def rules_in_groups(draw: st.DrawFn) -> SelectRules:
+def rules_in_groups(draw: st.DrawFn) -> SearchRules:
     number = draw(st.integers(2, 3))
     penalty, padding = draw(st.sampled_from([0.1, 0.7, 9.0])), draw(st.sampled_from([None, 1]))
     done = draw(st.sampled_from([(), (0,), (1,)]))
@@ -158,7 +169,7 @@ def rules_in_groups(draw: st.DrawFn) -> SelectRules:
         number * draw(st.integers(1, 2)),
         stops=draw(st.sampled_from(STOPS)),
         are_barred=draw(st.booleans()),
-        strategy=InGroups(number, penalty, padding, done),
+        strategy=DiverseGroupsStrategy(number, penalty, padding, done),
         is_last=draw(st.booleans()),
         is_controlled=True,
         filters=draw(st.sampled_from(FILTERS)),
@@ -167,7 +178,7 @@ def rules_in_groups(draw: st.DrawFn) -> SelectRules:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, of_rules: st.SearchStrategy[SelectRules], vocab_sizes: tuple[int, ...] = (3, 64, 65, 4097)
+    draw: st.DrawFn, of_rules: st.SearchStrategy[SearchRules], vocab_sizes: tuple[int, ...] = (3, 64, 65, 4097)
 ) -> Problem:
     rules = draw(of_rules)
     num_rows = draw(st.sampled_from([1, rules.width]))
@@ -200,7 +211,7 @@ def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> 
     check(problem)
 
 
-def is_wide(rules: SelectRules) -> bool:
+def is_wide(rules: SearchRules) -> bool:
     """Whether kernels for many beams take steps by these rules."""
     return wide.can_take_by_kernels(rules, KernelStepSizes(1, 3))
 
@@ -232,7 +243,7 @@ def test_kernels_take_the_step_of_torch_with_many_beams(problem: Problem) -> Non
 
 def ending_with(stops: tuple[int, ...], has_ties: bool) -> Problem:
     """By vLLM's rules: of four rows two have a stop token among their best, one has many of them, one has none."""
-    filters, vocab_size = LogitsFilters(min_p=1e-4), 4200
+    filters, vocab_size = SearchFilters(min_p=1e-4), 4200
     problem = Problem(rules_of(4, "vllm", stops, filters=filters), 1, 4, vocab_size, seed=len(stops))
     values, which, known = problem.logits.values, problem.logits.which, [stop for stop in stops if stop < vocab_size]
     values[which[:2], known[-1]] = values.amax() - torch.tensor([2.0, 1.0], device=DEVICE)
@@ -257,17 +268,19 @@ def test_by_vllms_rules_what_ends_finishes_only_among_the_best_of_its_row(
 
 
 @pytest.mark.parametrize(
-    "strategy", [Best("hf"), Best("tridecode"), InGroups(2, 0.7, 1)], ids=["hf", "tridecode", "groups"]
+    "strategy",
+    [BestStrategy("hf"), BestStrategy("tridecode"), DiverseGroupsStrategy(2, 0.7, 1)],
+    ids=["hf", "tridecode", "groups"],
 )
 @pytest.mark.parametrize("is_last", [False, True])
-def test_however_many_tokens_end_kernels_take_the_step_of_torch(strategy: Strategy, is_last: bool) -> None:
+def test_however_many_tokens_end_kernels_take_the_step_of_torch(strategy: SearchStrategy, is_last: bool) -> None:
     stops, (vocab_size, num_beams) = tuple(range(1, 200, 2)), (130, 2) if is_last else (65, None)
     rules = rules_of(4, stops=stops, strategy=strategy, is_last=is_last, num_beams=num_beams)
     problem = Problem(rules, 2, 4, vocab_size, seed=vocab_size)
     problem.logits.values[:, [stop for stop in stops if stop < vocab_size]] += 1.0
     problem.logits.values.round_()
     check(problem)
-    if isinstance(strategy, Best):
+    if isinstance(strategy, BestStrategy):
         with only_wide():
             check(problem)
 
@@ -285,7 +298,7 @@ def test_of_many_beams_equal_ones_rank_by_place() -> None:
 
 def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another() -> None:
     """One row has a better score, and one token that is far better than what fills its blocks and tiles."""
-    problem = Problem(rules_of(2, filters=LogitsFilters(min_p=0.5)), 1, 2, 12_300, seed=0)
+    problem = Problem(rules_of(2, filters=SearchFilters(min_p=0.5)), 1, 2, 12_300, seed=0)
     problem.scores.copy_(torch.tensor([[0.0, -500.0]]))
     problem.logits.values[problem.logits.which[0], 5000] = 40.0
     with only_wide():
@@ -304,7 +317,7 @@ ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning
 def test_kernels_take_the_step_of_torch_along_a_catalog(
     at_root: bool, has_ties: bool, are_barred: bool, num_beams: int | None
 ) -> None:
-    num_groups, width, along = 2, 3, along_of(ITEMS, ItemRules("items"), device=DEVICE)
+    num_groups, width, along = 2, 3, along_of(ITEMS, ItemConstraint("items"), device=DEVICE)
     rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
     problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
     states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random).to(DEVICE)
@@ -314,17 +327,17 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
     if at_root:
         states.zero_()
         problem.scores[1, 1:] = NEVER
-    beams = Beams(problem.scores, states={along: states})
+    beams = SearchBeams(problem.scores, states={along: states})
     sizes = KernelStepSizes.of(beams, 70)
     assert items.can_take_by_kernels(rules, sizes)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
     taken = items.KernelStepAlongItems(rules, sizes)(problem.logits, beams, problem.places, sampled)
-    expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
+    expected, layout = pack_search_step(theirs := take_search_step(rules, problem.of_rows(), beams))
     lives = theirs.scores > NEVER
     assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
     assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.going.tokens)
-    found = unpacked(taken.words.cpu().numpy(), taken.layout)
-    for own, other in zip(found, unpacked(expected.cpu().numpy(), layout), strict=True):
+    found = unpack_search_steps(taken.words.cpu().numpy(), taken.layout)
+    for own, other in zip(found, unpack_search_steps(expected.cpu().numpy(), layout), strict=True):
         assert own.parents.tolist() == other.parents.tolist()
         assert own.tokens[other.scores > NEVER].tolist() == other.tokens[other.scores > NEVER].tolist()
         assert own.scores.tolist() == pytest.approx(other.scores.tolist(), rel=2e-6)
@@ -336,7 +349,7 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
 MANY_CHILDREN = along_of(
     [*product(range(150), (3, 9)), (150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))]
     + [(7, own) for own in range(70, 150)],
-    ItemRules("items"),
+    ItemConstraint("items"),
     device=DEVICE,
 )
 NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
@@ -350,7 +363,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
         are_barred=draw(st.booleans()),
         constraints=(MANY_CHILDREN.rules,),
         num_beams=draw(st.sampled_from([None, 1])),
-        filters=draw(st.sampled_from([LogitsFilters(), LogitsFilters(0.7, 0.5)])),
+        filters=draw(st.sampled_from([SearchFilters(), SearchFilters(0.7, 0.5)])),
     )
     problem = draw(problems(st.just(rules), vocab_sizes=(151,)))
     num_groups, num_rows, _ = problem.shape
@@ -367,9 +380,9 @@ def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem:
         check(problem)
 
 
-@pytest.mark.parametrize("filters", [LogitsFilters(), LogitsFilters(0.7, 0.5)], ids=["all", "filtered"])
+@pytest.mark.parametrize("filters", [SearchFilters(), SearchFilters(0.7, 0.5)], ids=["all", "filtered"])
 @pytest.mark.parametrize("node", NODES[::2])
-def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int, filters: LogitsFilters) -> None:
+def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int, filters: SearchFilters) -> None:
     problem = Problem(rules_of(5, constraints=(MANY_CHILDREN.rules,), filters=filters), 1, 5, 151, seed=node)
     problem.states = {MANY_CHILDREN: torch.full((1, 5), node, device=DEVICE)}
     with only_wide():
@@ -378,25 +391,25 @@ def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int,
 
 def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:
     """Two items for three beams, by kernels alone: no slot, with a beam or without, has a token that is none."""
-    along = along_of([(2, 3, 4), (5, 6, 7)], ItemRules("items"), device=DEVICE)
+    along = along_of([(2, 3, 4), (5, 6, 7)], ItemConstraint("items"), device=DEVICE)
     rules = rules_of(3, "hf", constraints=(along.rules,))
     root = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
-    beams = Beams(torch.tensor([[0.0, NEVER, NEVER]], device=DEVICE), states={along: root})
+    beams = SearchBeams(torch.tensor([[0.0, NEVER, NEVER]], device=DEVICE), states={along: root})
     for length in range(3):
         problem = Problem(rules, 1, 3, 70, seed=length)
         sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
         beams = beams._replace(length=length)
         take = items.KernelStepAlongItems(rules, KernelStepSizes.of(beams, 70))
         taken = take(problem.logits, beams, problem.places, sampled)
-        theirs = take_step(rules, problem.of_rows(), beams)
+        theirs = take_search_step(rules, problem.of_rows(), beams)
         lives = theirs.scores > NEVER
         assert torch.equal(taken.going.parents, theirs.parents)
         assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
         assert torch.equal(sampled[problem.places, 0], taken.going.tokens[0])
         assert (sampled[problem.places] >= 0).all()
-        (own,) = unpacked(taken.words.cpu().numpy(), taken.layout)
+        (own,) = unpack_search_steps(taken.words.cpu().numpy(), taken.layout)
         ended = theirs.finished.scores > NEVER
         for field, other in zip(own.finished, theirs.finished, strict=True):
             torch.testing.assert_close(torch.from_numpy(field).to(other), other[ended], atol=1e-5, rtol=0)
-        beams = Beams(taken.going.scores, states={along: taken.going.states[along]})
+        beams = SearchBeams(taken.going.scores, states={along: taken.going.states[along]})
     assert ended.sum() == 2

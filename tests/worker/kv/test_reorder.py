@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.search.rank import rank_candidates
-from vllm_trie.search.slots import select_next
+from vllm_trie.search.rank import rank_search_candidates
+from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.worker.kv import copies, moves, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
@@ -34,8 +34,10 @@ def some_reorder(num_tokens: Sequence[int], seed: int) -> KVReorder:
     start, of_classes, chosen, repeated = 0, list[np.ndarray](), list[torch.Tensor](), list[np.ndarray]()
     for width, lengths in ((4, num_tokens[:3]), (5, num_tokens[3:])):
         total = torch.randn(len(lengths), width, 7, generator=seeded(seed + width)) - 9
-        candidates = rank_candidates(total, torch.zeros(len(lengths), width), 2 * width)
-        parents = select_next(candidates, torch.ones(len(lengths), 2 * width, dtype=torch.bool), width, width).parents
+        candidates = rank_search_candidates(total, torch.zeros(len(lengths), width), 2 * width)
+        parents = choose_next_search_beams(
+            candidates, torch.ones(len(lengths), 2 * width, dtype=torch.bool), width, width
+        ).parents
         of_class = slots[start : (start := start + len(lengths) * width)].reshape(len(lengths), width)
         of_classes.append(of_class)
         chosen.append(parents.to(DEVICE))

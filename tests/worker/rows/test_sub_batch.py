@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.search.devices import ALIGNMENT, uploaded_together
+from vllm_trie.search.devices import ALIGNMENT, uploaded_together_for_search
 from vllm_trie.worker.kernels import rows_beside
 from vllm_trie.worker.rows import sub_batch
 
@@ -52,7 +52,7 @@ def test_what_was_sampled_is_put_back_as_in_torch(width: int) -> None:
 
 def test_arrays_that_are_uploaded_together_are_aligned_and_keep_their_types() -> None:
     arrays = [np.arange(3, dtype=np.int32), np.arange(12).reshape(3, 4), np.zeros(0, np.int64), np.ones(5, bool)]
-    uploaded = uploaded_together(arrays, DEVICE)
+    uploaded = uploaded_together_for_search(arrays, DEVICE)
     for array, there in zip(arrays, uploaded, strict=True):
         np.testing.assert_array_equal(there.cpu().numpy(), array, strict=True)
         assert there.data_ptr() % ALIGNMENT == 0 or DEVICE.type == "cpu"

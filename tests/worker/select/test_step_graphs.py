@@ -20,14 +20,14 @@ from benchmarks.device_step import DeviceStep, Shape, Sizes, rules_of
 from benchmarks.gpu_steps import kernels_on
 from tests.support.taken_again import TakenAgain
 from vllm_trie.search import token_tables
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Completes, Stops
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import PLAIN
-from vllm_trie.search.step_result import Going, Layout, Taken
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.runner import BeamModelRunner
@@ -48,7 +48,7 @@ class Counted(TakenAgain):
         super().__init__()
         self._capture = SelectionGraphCapture() if DEVICE.type == "cuda" else super().__call__
 
-    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
+    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
         self.count += DEVICE.type == "cuda"
         return self._capture(run)
 
@@ -81,12 +81,15 @@ def taken_by(step: DeviceStep, logits: torch.Tensor) -> list[torch.Tensor]:
 
 
 OTHERS: dict[str, dict[str, Any]] = {  # than `HELD`, of plain beams
-    "by the rules of vLLM": {"strategy": Best("vllm")},
-    "by those of the trie paper": {"strategy": Best("tridecode")},
-    "top_k": {"filters": LogitsFilters(top_k=5)},
-    "pruned": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
+    "by the rules of vLLM": {"strategy": BestStrategy("vllm")},
+    "by those of the trie paper": {"strategy": BestStrategy("tridecode")},
+    "top_k": {"filters": SearchFilters(top_k=5)},
+    "pruned": {"pruning": SearchPruning(0.1, 2.0, 0.1, 2)},
     "the last step": {"is_last": True},
-    "groups of beams at a temperature": {"strategy": InGroups(2, 0.5, None), "filters": LogitsFilters(0.7)},
+    "groups of beams at a temperature": {
+        "strategy": DiverseGroupsStrategy(2, 0.5, None),
+        "filters": SearchFilters(0.7),
+    },
 }
 
 
@@ -128,12 +131,12 @@ def test_rows_lie_as_far_apart_as_they_did() -> None:
     """Vocabularies are padded, and kernels are compiled for that."""
     graphs, seen = SelectionGraphs(DEVICE, torch.bfloat16, Counted()), list[KernelLogits]()
     values, which = torch.rand(5, 320, device=DEVICE).bfloat16()[:, :303], torch.tensor([4, 1], device=DEVICE)
-    rules, beams = rules_of("plain", 2, ""), Beams(torch.zeros(1, 2, device=DEVICE))
+    rules, beams = rules_of("plain", 2, ""), SearchBeams(torch.zeros(1, 2, device=DEVICE))
 
-    def take(logits: KernelLogits, beams: Beams, *_: Any) -> Taken:
+    def take(logits: KernelLogits, beams: SearchBeams, *_: Any) -> PackedSearchStep:
         seen.append(logits)
-        going = Going(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
-        return Taken(going, logits.values[:, :3].int(), Layout([], [], None, False))
+        going = NextSearchBeams(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
+        return PackedSearchStep(going, logits.values[:, :3].int(), SearchResultLayout([], [], None, False))
 
     for _ in range(2):
         taken = graphs.take(rules, KernelLogits.of(values, which), beams, take)
@@ -184,7 +187,7 @@ def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.Mon
 
     def take(temperature: float) -> int:
         step.restore()
-        of_group.rules = step.rules._replace(filters=LogitsFilters(temperature))
+        of_group.rules = step.rules._replace(filters=SearchFilters(temperature))
         step.select()
         return captures.count
 
@@ -221,7 +224,7 @@ def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     capture, nothing = (
         SelectionGraphCapture(),
-        Taken(Going(*torch.zeros(3, 1)), torch.zeros(1), Layout([], [], None, False)),
+        PackedSearchStep(NextSearchBeams(*torch.zeros(3, 1)), torch.zeros(1), SearchResultLayout([], [], None, False)),
     )
     for _ in range(3):
         replay, taken = capture(lambda: nothing)
@@ -257,7 +260,7 @@ def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
     step, captures = step_with_graphs(Shape("many stop tokens", 4))
     step.select()
     classes = ref(step.rules.stops.classes(step.logits.shape[-1], step.logits.device))
-    token_tables.classes.cache_clear()
+    token_tables.search_token_classes.cache_clear()
     step.restore()
     step.select()
     assert captures.count == 1
@@ -271,10 +274,10 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     graphs, plain = SelectionGraphs(DEVICE, torch.bfloat16, Counted()), rules_of("plain", 4, "")
 
     def hold(
-        rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
+        rules: SearchRules = plain, means: SearchInputs = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
     ) -> bool:
         logits = KernelLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
-        own = Beams(torch.zeros(1, 1), **beams)
+        own = SearchBeams(torch.zeros(1, 1), **beams)
         return graphs.hold(
             rules, means, logits, own, select_by_kernels(rules, KernelStepSizes.of(own, vocab_size)) is not None
         )
@@ -282,24 +285,29 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     assert hold()
     assert hold(num_rows=256)
     assert not hold(num_rows=257)
-    for rules, most in ((plain, 16), (plain._replace(filters=LogitsFilters(top_p=0.9)), 8)):  # by kernels, by torch
+    for rules, most in ((plain, 16), (plain._replace(filters=SearchFilters(top_p=0.9)), 8)):  # by kernels, by torch
         assert hold(rules, num_rows=most, vocab_size=1 << 18)
         assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
     for values in (torch.empty(1, 300).half(), torch.empty(300, 2, dtype=torch.bfloat16).T):
-        assert not graphs.hold(plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)), True)
-    assert not hold(means=Means(draws=[(0, 0)]))
-    assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
+        assert not graphs.hold(
+            plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), SearchBeams(torch.zeros(1, 1)), True
+        )
+    assert not hold(means=SearchInputs(draws=[(0, 0)]))
+    assert not hold(means=SearchInputs(completes=StopStringConstraint(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))
     assert not hold(rules_of("along a catalog", 4, "items"))
-    assert not hold(plain._replace(strategy=Best("vllm", (2, 0.5))))
-    for strategy, changed in ((InGroups(2, 0.5, None), {"num_logprobs": 2}), (Best("vllm"), {"pruning": Pruning(0.1)})):
+    assert not hold(plain._replace(strategy=BestStrategy("vllm", (2, 0.5))))
+    for strategy, changed in (
+        (DiverseGroupsStrategy(2, 0.5, None), {"num_logprobs": 2}),
+        (BestStrategy("vllm"), {"pruning": SearchPruning(0.1)}),
+    ):
         assert hold(plain._replace(strategy=strategy))
         assert not hold(plain._replace(strategy=strategy, **changed)), "torch needs more than its logits are"
     assert hold(plain._replace(num_logprobs=128))
     assert not hold(plain._replace(num_logprobs=129))
     assert not hold(plain._replace(num_logprobs=-1))
-    assert hold(plain._replace(stops=Stops(tuple(range(64)))))
-    assert not hold(plain._replace(stops=Stops(tuple(range(65)))))
+    assert hold(plain._replace(stops=StopConstraints(tuple(range(64)))))
+    assert not hold(plain._replace(stops=StopConstraints(tuple(range(65)))))
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])

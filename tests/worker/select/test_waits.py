@@ -30,18 +30,18 @@ from benchmarks.weightless import (
 from benchmarks.weightless_forest import WeightlessForest
 from tests.support.steps import rules_of
 from vllm_trie.messages import CatalogChanges, GroupStep, NewRows, Resumed, attach_group_messages
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.contrast import Contrast
-from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.devices import constant
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.strategies.drawn import Drawn
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.sampled import SampledEach
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.contrast import ContrastConstraint
+from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.devices import search_constant
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
@@ -51,19 +51,25 @@ from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import RunnerSpeculation
 
 NUM_SLOTS, VOCAB_SIZE, WIDTH = 16, 300, 3
-RULES: dict[str, SelectRules] = {
+RULES: dict[str, SearchRules] = {
     "plain": rules_of(WIDTH),
     "controlled": rules_of(WIDTH, "vllm", (1, 2), is_controlled=True),
-    "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
+    "filters": rules_of(
+        WIDTH, stops=(1,), filters=SearchFilters(0.7, 0.1, 20, 0.9), pruning=SearchPruning(0.1, 2.0, 0.1, 2)
+    ),
     "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
-    "along a catalog": rules_of(WIDTH, stops=(1,), constraints=(ItemRules(CATALOG, 2, after=7, ends_with_stop=True),)),
-    "sampled": rules_of(WIDTH, strategy=SampledEach()),
-    "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
-    "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
-    "in groups along a catalog": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0), constraints=(ItemRules(CATALOG),)),
-    "contrast": rules_of(WIDTH, stops=(1,), constraints=(Contrast(0.1, 0.5),)),
-    "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
-    "boosted phrases": rules_of(WIDTH, stops=(1,), constraints=(PhraseBoosts.of([([5, 6], 1.0)]),)),
+    "along a catalog": rules_of(
+        WIDTH, stops=(1,), constraints=(ItemConstraint(CATALOG, 2, after=7, ends_with_stop=True),)
+    ),
+    "sampled": rules_of(WIDTH, strategy=RowSamplingStrategy()),
+    "drawn": rules_of(WIDTH, strategy=JointSamplingStrategy(False, 1, None, False)),
+    "in groups": rules_of(WIDTH, strategy=DiverseGroupsStrategy(WIDTH, 0.5, 0)),
+    "in groups along a catalog": rules_of(
+        WIDTH, strategy=DiverseGroupsStrategy(WIDTH, 0.5, 0), constraints=(ItemConstraint(CATALOG),)
+    ),
+    "contrast": rules_of(WIDTH, stops=(1,), constraints=(ContrastConstraint(0.1, 0.5),)),
+    "no n-gram twice": rules_of(WIDTH, constraints=(NGramConstraint(2),)),
+    "boosted phrases": rules_of(WIDTH, stops=(1,), constraints=(PhraseBoostConstraint.of([([5, 6], 1.0)]),)),
 }
 
 
@@ -76,9 +82,9 @@ def launches() -> Iterator[dict[str, Launches]]:
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_rows_are_taken_in_selected_and_reordered_without_waiting(
-    launches: dict[str, Launches], rules: SelectRules
+    launches: dict[str, Launches], rules: SearchRules
 ) -> None:
-    constant.cache_clear()  # what is uploaded once is, too, uploaded without waiting
+    search_constant.cache_clear()  # what is uploaded once is, too, uploaded without waiting
     with LaunchCounter() as counter:
         step = WeightlessStep(rules, 2, VOCAB_SIZE)
         (selected,) = step.select(np.array([25, 26]))
@@ -123,7 +129,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("launches", "checked")
 def test_vllm_is_told_of_the_waits_for_stop_strings() -> None:
-    rules = rules_of(WIDTH)._replace(stops=Stops((1,), ("ab",)))
+    rules = rules_of(WIDTH)._replace(stops=StopConstraints((1,), ("ab",)))
     step = WeightlessStep(rules, 2, VOCAB_SIZE)
     with Unannounced() as counter:
         step.sample(np.array([25, 26]))
@@ -198,7 +204,7 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     runner.model_state.rope_state = rope_state if has_mrope else None
 
     request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
-    group = GroupRows(request, ["g", "g#1", "g#2"], Beams(nowhere(1, WIDTH)), nowhere(WIDTH))
+    group = GroupRows(request, ["g", "g#1", "g#2"], SearchBeams(nowhere(1, WIDTH)), nowhere(WIDTH))
     step = GroupStep(RULES["plain"], selects=True, decodes=True)
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
     step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))

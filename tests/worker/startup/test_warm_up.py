@@ -21,12 +21,12 @@ from tests.support.steps import rules_of
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from tests.worker.select.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes
@@ -142,7 +142,7 @@ def test_no_width_launches_a_variant_that_was_not_warmed(
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_no_kind_of_search_launches_a_variant_that_was_not_warmed(
-    noted: dict[str, Launches], warmed: dict[str, set[object]], rules: SelectRules
+    noted: dict[str, Launches], warmed: dict[str, set[object]], rules: SearchRules
 ) -> None:
     for is_last in (False, True):
         step = WeightlessStep(rules._replace(is_last=is_last), 2, VOCAB_SIZE)
@@ -174,9 +174,9 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
     assert not new_variants({name: noted[name] for name in launched}, warmed)
 
 
-def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
+def take(rules: SearchRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
     """Take a step of a group by kernels, if they take it; beside others, of which some speculate."""
-    beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
+    beams, places = SearchBeams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
     take_step = select_by_kernels(rules, KernelStepSizes.of(beams, VOCAB_SIZE))
     for num_steps in (1, 4) if take_step else ():
         which = KernelLogits.of(logits, places[:num_rows], rules.stops)
@@ -196,7 +196,7 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         plain = rules_of(width, semantics, tuple(range(num_stops)))
         others: list[dict[str, Any]] = [{"num_logprobs": count} for count in (0, 1, 9, 40, 128)]
-        others.append({"filters": LogitsFilters(0.7, 0.1)})
+        others.append({"filters": SearchFilters(0.7, 0.1)})
         for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(plain._replace(**own), logits, num_rows, {})
@@ -211,7 +211,7 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
 ) -> None:
     for width in (*range(2, 10), 16, 18, 32, 33, 64, MOST_ROWS):
         for number in (count for count in range(2, width + 1) if width % count == 0):
-            in_groups = InGroups(number, 0.5, *((7, (1,)) if number % 2 else (None, ())))
+            in_groups = DiverseGroupsStrategy(number, 0.5, *((7, (1,)) if number % 2 else (None, ())))
             for is_last, are_barred in product([False, True], [False, True]):
                 rules = rules_of(width, "hf", tuple(range(num_stops)), are_barred, strategy=in_groups, is_last=is_last)
                 for logits, num_rows in product(logits_of_steps(), {1, width}):
@@ -224,9 +224,9 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int
 ) -> None:
-    items = ItemRules(CATALOG)
+    items = ItemConstraint(CATALOG)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
-    along = items.on({CATALOG: ItemTrie(*parts, [most_children])}, ())
+    along = items.on({CATALOG: ConstraintTrie(*parts, [most_children])}, ())
     for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         for are_barred, num_beams in product([False, True], [None, -(-width // 3)]):
             rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)

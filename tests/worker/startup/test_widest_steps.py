@@ -20,24 +20,24 @@ from tests.worker.select.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.options.parts import MOST_PHRASE_TOKENS
 from vllm_trie.search import parts
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.constraint import Source
-from vllm_trie.search.constraints.contrast import Contrast
-from vllm_trie.search.constraints.grammar import Grammar
-from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.constraints.stops import Completes, Stops
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.drawn import Drawn
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.sampled import SampledEach
-from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.constraint import ConstraintSource
+from vllm_trie.search.constraints.contrast import ContrastConstraint
+from vllm_trie.search.constraints.grammar import GrammarConstraint
+from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
+from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.step import is_light_search_step, take_search_step
+from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.sampled import RowSamplingStrategy
+from vllm_trie.search.strategies.stochastic import StochasticStrategy
 from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.catalogs import RowCatalogs
@@ -58,45 +58,57 @@ CELLS = WIDTH * VOCAB_SIZE
 STOCK_CELLS = parts.CELLS  # more
 SMALL = 10_000  # bytes, of what does not grow with the vocabulary
 MOST_CHILDREN = (VOCAB_SIZE,) * 9  # by depth, of a catalog
-NUCLEUS = LogitsFilters(0.7, top_p=0.9)
+NUCLEUS = SearchFilters(0.7, top_p=0.9)
 PLAIN = RULES["plain"]
 ALL_REPORTED = PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True)
 SEARCHES = RULES | {
-    "drawn from a nucleus": PLAIN._replace(strategy=Drawn(False, 1, None, False), filters=NUCLEUS),
-    "drawn with replacement": PLAIN._replace(strategy=Drawn(True, 1, None, False), filters=NUCLEUS),
-    "stochastic": PLAIN._replace(strategy=Stochastic(), filters=NUCLEUS),
-    "sampled from a nucleus": PLAIN._replace(strategy=SampledEach(), filters=NUCLEUS, is_controlled=True),
+    "drawn from a nucleus": PLAIN._replace(strategy=JointSamplingStrategy(False, 1, None, False), filters=NUCLEUS),
+    "drawn with replacement": PLAIN._replace(strategy=JointSamplingStrategy(True, 1, None, False), filters=NUCLEUS),
+    "stochastic": PLAIN._replace(strategy=StochasticStrategy(), filters=NUCLEUS),
+    "sampled from a nucleus": PLAIN._replace(strategy=RowSamplingStrategy(), filters=NUCLEUS, is_controlled=True),
     "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
     "contrast": RULES["contrast"]._replace(filters=NUCLEUS, is_controlled=True, num_logprobs=MOST_LOGPROBS),
-    "many stop tokens": PLAIN._replace(stops=Stops(tuple(range(9))), num_logprobs=MOST_LOGPROBS, is_controlled=True),
-    "all tokens up to one, then a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),)),
-    "several items": PLAIN._replace(constraints=(ItemRules(CATALOG, num_items=2),)),
-    "items with log-probabilities": PLAIN._replace(constraints=(ItemRules(CATALOG),), num_logprobs=MOST_LOGPROBS),
-    "items, renormalized": PLAIN._replace(constraints=(ItemRules(CATALOG, renormalizes=True),)),
-    "a grammar": ALL_REPORTED._replace(constraints=(Grammar(), NoRepeats(2))),
-    "a grammar of what LLM.beam_search sees": ALL_REPORTED._replace(constraints=(Grammar(5),), strategy=Best("vllm")),
+    "many stop tokens": PLAIN._replace(
+        stops=StopConstraints(tuple(range(9))), num_logprobs=MOST_LOGPROBS, is_controlled=True
+    ),
+    "all tokens up to one, then a catalog": PLAIN._replace(constraints=(ItemConstraint(CATALOG, after=7),)),
+    "several items": PLAIN._replace(constraints=(ItemConstraint(CATALOG, num_items=2),)),
+    "items with log-probabilities": PLAIN._replace(constraints=(ItemConstraint(CATALOG),), num_logprobs=MOST_LOGPROBS),
+    "items, renormalized": PLAIN._replace(constraints=(ItemConstraint(CATALOG, renormalizes=True),)),
+    "a grammar": ALL_REPORTED._replace(constraints=(GrammarConstraint(), NGramConstraint(2))),
+    "a grammar of what LLM.beam_search sees": ALL_REPORTED._replace(
+        constraints=(GrammarConstraint(5),), strategy=BestStrategy("vllm")
+    ),
     "a grammar and a contrast": ALL_REPORTED._replace(
-        constraints=(Grammar(), Contrast(0.1, 0.5)), filters=NUCLEUS, pruning=Pruning(0.1, 1.0, 0.1, 2)
+        constraints=(GrammarConstraint(), ContrastConstraint(0.1, 0.5)),
+        filters=NUCLEUS,
+        pruning=SearchPruning(0.1, 1.0, 0.1, 2),
     ),
     "several items after a token": ALL_REPORTED._replace(
-        constraints=(ItemRules(CATALOG, 3, 7, ends_with_stop=True), PhraseBoosts.of([([5, 6], 1.0)]))
+        constraints=(ItemConstraint(CATALOG, 3, 7, ends_with_stop=True), PhraseBoostConstraint.of([([5, 6], 1.0)]))
     ),
-    "a grammar, drawn": ALL_REPORTED._replace(constraints=(Grammar(),), strategy=Drawn(False, 1, None, False)),
-    "a contrast that only narrows": ALL_REPORTED._replace(constraints=(Contrast(0.1, 0.0),)),
-    "phrases that only lose": ALL_REPORTED._replace(constraints=(PhraseBoosts.of([([5], -1.0)]),)),
+    "a grammar, drawn": ALL_REPORTED._replace(
+        constraints=(GrammarConstraint(),), strategy=JointSamplingStrategy(False, 1, None, False)
+    ),
+    "a contrast that only narrows": ALL_REPORTED._replace(constraints=(ContrastConstraint(0.1, 0.0),)),
+    "phrases that only lose": ALL_REPORTED._replace(constraints=(PhraseBoostConstraint.of([([5], -1.0)]),)),
     "phrases and many stop tokens of LLM.beam_search": ALL_REPORTED._replace(
-        strategy=Best("vllm"), stops=Stops(tuple(range(40))), constraints=(PhraseBoosts.of([([5], 1.0)]),)
+        strategy=BestStrategy("vllm"),
+        stops=StopConstraints(tuple(range(40))),
+        constraints=(PhraseBoostConstraint.of([([5], 1.0)]),),
     ),
     **{
         f"almost all tokens stop, {semantics}": ALL_REPORTED._replace(
-            strategy=Best(semantics), stops=Stops(tuple(range(VOCAB_SIZE - 1))), constraints=(NoRepeats(2),)
+            strategy=BestStrategy(semantics),
+            stops=StopConstraints(tuple(range(VOCAB_SIZE - 1))),
+            constraints=(NGramConstraint(2),),
         )
         for semantics in ("hf", "vllm", "tridecode")
     },
     "almost all tokens stop, in groups": ALL_REPORTED._replace(
-        strategy=InGroups(3, 0.5, 0), stops=Stops(tuple(range(VOCAB_SIZE - 1))), filters=NUCLEUS
+        strategy=DiverseGroupsStrategy(3, 0.5, 0), stops=StopConstraints(tuple(range(VOCAB_SIZE - 1))), filters=NUCLEUS
     ),
-    "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
+    "before a catalog": PLAIN._replace(constraints=(ItemConstraint(CATALOG, after=7),), filters=NUCLEUS),
 }
 
 
@@ -121,13 +133,13 @@ def profiled(num_rows: int = WIDTH, num_parts: int = 1) -> int:
 def with_masks(step: WeightlessStep) -> WeightlessStep:
     """Of each group, if it has a grammar."""
     for name, own in step.context.steps.items():
-        if any(key.source is Source.MASKS for key in own.rules.constraints):
+        if any(key.source is ConstraintSource.MASKS for key in own.rules.constraints):
             step.context.masks[name] = nowhere(own.rules.width, VOCAB_SIZE // 32, dtype=torch.int32)
     return step
 
 
 @pytest.mark.parametrize("rules", SEARCHES.values(), ids=SEARCHES)
-def test_no_search_holds_more_than_was_profiled(rules: SelectRules, num_parts: int) -> None:
+def test_no_search_holds_more_than_was_profiled(rules: SearchRules, num_parts: int) -> None:
     with kernels_noted(), torch.inference_mode():
         step = with_masks(WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE, most_children=MOST_CHILDREN))
         with MemoryCounter() as counter:
@@ -135,7 +147,7 @@ def test_no_search_holds_more_than_was_profiled(rules: SelectRules, num_parts: i
     assert 0 < counter.most <= profiled(WIDTH, num_parts) + SMALL
 
 
-class SaysNothing(Completes):
+class SaysNothing(StopStringConstraint):
     """Stop strings, of which nobody looks for any."""
 
     num_going_on = CELLS
@@ -143,26 +155,28 @@ class SaysNothing(Completes):
     def __init__(self) -> None:
         pass
 
-    def end(self, candidates: Candidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
+    def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
         return torch.empty_like(candidates.tokens, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
 def test_stop_strings_and_as_many_phrases_as_there_may_be_hold_no_more(semantics: str, num_parts: int) -> None:
-    phrases = PhraseBoosts.of([(range(first, first + 10), 1.0) for first in range(0, MOST_PHRASE_TOKENS, 10)])
+    phrases = PhraseBoostConstraint.of([(range(first, first + 10), 1.0) for first in range(0, MOST_PHRASE_TOKENS, 10)])
     rules = ALL_REPORTED._replace(
-        width=WIDTH, strategy=Best(semantics), stops=Stops((7,), ("end",)), constraints=(phrases,)
+        width=WIDTH, strategy=BestStrategy(semantics), stops=StopConstraints((7,), ("end",)), constraints=(phrases,)
     )
-    beams = Beams(nowhere(1, WIDTH, dtype=torch.float32), states={phrases: phrases.begin(WIDTH, NOWHERE)})
-    take_step(rules, nowhere(1, WIDTH, VOCAB_SIZE), beams, Means(completes=SaysNothing()))  # which uploads tables
+    beams = SearchBeams(nowhere(1, WIDTH, dtype=torch.float32), states={phrases: phrases.begin(WIDTH, NOWHERE)})
+    take_search_step(
+        rules, nowhere(1, WIDTH, VOCAB_SIZE), beams, SearchInputs(completes=SaysNothing())
+    )  # which uploads tables
     with torch.inference_mode(), MemoryCounter() as counter:
         logits = nowhere(1, WIDTH, VOCAB_SIZE, dtype=torch.bfloat16).float()
-        packed(take_step(rules, logits, beams, Means(completes=SaysNothing())))
+        pack_search_step(take_search_step(rules, logits, beams, SearchInputs(completes=SaysNothing())))
     assert 0 < counter.most <= profiled(WIDTH, num_parts) + SMALL
 
 
-@pytest.mark.parametrize("constraints", [(), (ItemRules(CATALOG),)], ids=["plain", "along a catalog"])
-def test_steps_of_many_beams_by_kernels_hold_little(constraints: tuple[ItemRules, ...]) -> None:
+@pytest.mark.parametrize("constraints", [(), (ItemConstraint(CATALOG),)], ids=["plain", "along a catalog"])
+def test_steps_of_many_beams_by_kernels_hold_little(constraints: tuple[ItemConstraint, ...]) -> None:
     width, rules = 500, PLAIN._replace(width=500, constraints=constraints)
     with kernels_noted() as noted, torch.inference_mode():
         step = WeightlessStep(rules, 1, VOCAB_SIZE, most_children=(8192,) * 3)
@@ -186,7 +200,9 @@ def test_searches_that_need_much_memory_share_it(search: str) -> None:
     assert CELLS < more < 1.1 * fewer
 
 
-@pytest.mark.parametrize("search", [name for name, rules in SEARCHES.items() if is_light(rules._replace(width=WIDTH))])
+@pytest.mark.parametrize(
+    "search", [name for name, rules in SEARCHES.items() if is_light_search_step(rules._replace(width=WIDTH))]
+)
 def test_no_large_batch_holds_more_than_was_profiled(search: str) -> None:
     """Of searches that are all selected together."""
     with kernels_noted(), torch.inference_mode():
@@ -198,11 +214,13 @@ def test_no_large_batch_holds_more_than_was_profiled(search: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4, WIDTH])
-@pytest.mark.parametrize("search", [name for name, rules in SEARCHES.items() if not is_light(rules._replace(width=4))])
+@pytest.mark.parametrize(
+    "search", [name for name, rules in SEARCHES.items() if not is_light_search_step(rules._replace(width=4))]
+)
 def test_several_searches_hold_no_more_than_was_profiled(search: str, width: int, num_parts: int) -> None:
     num_groups, rules = 2 * WIDTH // width, SEARCHES[search]._replace(width=width)
-    if isinstance(rules.strategy, InGroups):
-        rules = rules._replace(strategy=InGroups(width, 0.5, 0))
+    if isinstance(rules.strategy, DiverseGroupsStrategy):
+        rules = rules._replace(strategy=DiverseGroupsStrategy(width, 0.5, 0))
     with kernels_noted(), torch.inference_mode():
         step = with_masks(WeightlessStep(rules, num_groups, VOCAB_SIZE, most_children=MOST_CHILDREN))
         with MemoryCounter() as counter:

@@ -16,7 +16,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.messages import FORK, TICKET
-from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
+from vllm_trie.search.stop_strings import INCOMPLETE, search_text_after, search_text_context
 
 
 @wraps_vllm("__init__", FastIncrementalDetokenizer)
@@ -29,7 +29,7 @@ def begin_answer_text(
     if not extra_args.keys() & {TICKET, FORK}:
         return
     decode = partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens)
-    context, before = context_of(request.prompt_token_ids or [], decode)
+    context, before = search_text_context(request.prompt_token_ids or [], decode)
     if before.endswith(INCOMPLETE):
         self.stream = _AnswerAfterHalfCharacter(context, before, self.skip_special_tokens)
     elif before:  # else the first token would lose the space that it begins with
@@ -64,4 +64,4 @@ class _AnswerAfterHalfCharacter:
         if text.endswith(INCOMPLETE):
             return None
         self._stream = decoders.DecodeStream(ids=self._tokens, skip_special_tokens=self._skips)
-        return text_after(self._before, text)
+        return search_text_after(self._before, text)

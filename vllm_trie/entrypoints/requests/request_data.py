@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.search import on_demand
+from vllm_trie.search import search_part_on_demand
 from vllm_trie.selection import plugin_config_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RequestData:
         if self.item_set is not None:
             needed["allowed_sequences"] = self.item_set.num_bytes_on_device
         if self.phrases is not None:
-            most_bytes = on_demand("constraints.phrase_boosts:most_bytes")
+            most_bytes = search_part_on_demand("constraints.phrase_boosts:most_constraint_bytes")
             needed["phrase_boosts"] = most_bytes(way for ways, _ in self.phrases for way in ways)
         return needed
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint, Continuations, Outcomes
-from vllm_trie.search.devices import NEVER, numbers, sees
-from vllm_trie.search.parts import in_parts
-from vllm_trie.search.token_tables import MOST_TOKENS, columns
+from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
+from vllm_trie.search.parts import in_search_parts
+from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
 
 
 @dataclass(frozen=True)
-class ItemRules(Constraint):
+class ItemConstraint(Constraint):
     """How the hypotheses of a search go along a catalog.
 
     Args:
@@ -41,14 +41,14 @@ class ItemRules(Constraint):
     @property
     def is_plain(self) -> bool:
         """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""
-        return self == ItemRules(self.catalog)
+        return self == ItemConstraint(self.catalog)
 
-    def on(self, tries: Mapping[str, ItemTrie], stop_token_ids: tuple[int, ...]) -> AlongItems:
+    def on(self, tries: Mapping[str, ConstraintTrie], stop_token_ids: tuple[int, ...]) -> ConstraintAlongItems:
         """See `Constraint`."""
-        return AlongItems(self, tries[self.catalog], stop_token_ids)
+        return ConstraintAlongItems(self, tries[self.catalog], stop_token_ids)
 
 
-class ItemTrie:
+class ConstraintTrie:
     """A set of token sequences, see `vllm_trie.catalog.Catalog`; node 0 is the root.
 
     Args:
@@ -76,7 +76,7 @@ class ItemTrie:
 
 
 @dataclass(frozen=True)
-class AlongItems(Constraint):
+class ConstraintAlongItems(Constraint):
     """Rows go along a catalog. The states [G, r] int64 are nodes, further by all nodes for each item that is complete.
 
     Args:
@@ -85,8 +85,8 @@ class AlongItems(Constraint):
         stops: Stop tokens. If `rules.ends_with_stop`, one of them follows the last item; none comes before.
     """
 
-    rules: ItemRules
-    trie: ItemTrie
+    rules: ItemConstraint
+    trie: ConstraintTrie
     stops: tuple[int, ...]
 
     is_sparse = True
@@ -103,7 +103,7 @@ class AlongItems(Constraint):
 
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
         """See `Constraint`; stop tokens that follow an item aside."""
-        trie, looks, after = self.trie, sees(states.device), self.rules.after
+        trie, looks, after = self.trie, is_searched_on_host(states.device), self.rules.after
         if after is not None and not (looks and bool((states != NOT_STARTED).all())):
             return vocab_size
         if looks:
@@ -111,13 +111,13 @@ class AlongItems(Constraint):
             return max(int((trie.first_child[node + 1] - trie.first_child[node]).max()), 1)
         return trie.most_children_at(None if self.rules.num_items > 1 or after is not None else length)
 
-    def continuations(self, states: torch.Tensor, most: int) -> Continuations:
+    def continuations(self, states: torch.Tensor, most: int) -> ConstrainedContinuations:
         """See `Constraint`."""
         trie, rules, device = self.trie, self.rules, states.device
         of_item, node = states // trie.num_nodes * trie.num_nodes, states % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
         is_before = (states == NOT_STARTED)[..., None]
-        every = numbers(most, device)
+        every = search_numbers(most, device)
         nodes = start + every.int()
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
@@ -129,13 +129,15 @@ class AlongItems(Constraint):
             tokens, exist = torch.where(is_before, every, tokens), torch.where(is_before, ~is_stop, exist)
             targets = torch.where(is_before, torch.where(every == rules.after, 0, NOT_STARTED), targets)
         if not rules.ends_with_stop:
-            return Continuations(tokens, targets, exist)
+            return ConstrainedContinuations(tokens, targets, exist)
         may_stop = self.outcomes(states).is_complete[..., None].expand(*states.shape, len(self.stops))
         stop_tokens = self._columns(MOST_TOKENS, device).expand_as(may_stop)
         stopped = stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop
-        return Continuations(*(torch.cat(pair, dim=-1) for pair in zip((tokens, targets, exist), stopped, strict=True)))
+        return ConstrainedContinuations(
+            *(torch.cat(pair, dim=-1) for pair in zip((tokens, targets, exist), stopped, strict=True))
+        )
 
-    def outcomes(self, targets: torch.Tensor) -> Outcomes:
+    def outcomes(self, targets: torch.Tensor) -> ConstraintOutcomes:
         """See `Constraint`."""
         trie, rules, node = self.trie, self.rules, targets % self.trie.num_nodes
         is_item = trie.is_item[node] & (targets >= 0)
@@ -146,7 +148,7 @@ class AlongItems(Constraint):
         if rules.num_items > 1:
             states = torch.where(is_item & ~is_last, (targets // trie.num_nodes + 1) * trie.num_nodes, targets)
         ends = is_stopped if rules.ends_with_stop else is_complete
-        return Outcomes(states, is_complete, ends, self._go_on(targets, node))
+        return ConstraintOutcomes(states, is_complete, ends, self._go_on(targets, node))
 
     def go_on(self, targets: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
@@ -199,7 +201,7 @@ class AlongItems(Constraint):
 
     def _columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[n] int64, stop tokens below a number."""
-        return columns(self.stops, vocab_size, device)
+        return search_token_columns(self.stops, vocab_size, device)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `Constraint`: what leads nowhere, to no item or to no token after it, is left out.
@@ -210,14 +212,14 @@ class AlongItems(Constraint):
 
         def of_rows(logprobs: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
             found = self.continuations(states, most)
-            own = super(AlongItems, self).logprobs_of(logprobs, found)
+            own = super(ConstraintAlongItems, self).logprobs_of(logprobs, found)
             kept = own.where(self.go_on(found.targets), NEVER)
             return (torch.full_like(logprobs, NEVER).scatter_reduce(-1, found.tokens, kept, "amax"),)
 
-        (narrowed,) = in_parts(logprobs.shape, of_rows, logprobs, states)
+        (narrowed,) = in_search_parts(logprobs.shape, of_rows, logprobs, states)
         return narrowed
 
-    def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
+    def logprobs_of(self, logprobs: torch.Tensor, continuations: ConstrainedContinuations) -> torch.Tensor:
         """See `Constraint`."""
         own = super().logprobs_of(logprobs, continuations)
         if not self.rules.renormalizes:

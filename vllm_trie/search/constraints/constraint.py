@@ -11,7 +11,7 @@ import torch
 NOTHING = -1  # where a history has no token
 
 
-class Source(Enum):
+class ConstraintSource(Enum):
     """Where the states of rows come from before each step."""
 
     LAST_STEP = "last step"  # the step before, which has advanced them
@@ -20,7 +20,7 @@ class Source(Enum):
     AMATEUR = "amateur"  # they are the draft model's log-probabilities of the next token, see `contrast`
 
 
-class Continuations(NamedTuple):
+class ConstrainedContinuations(NamedTuple):
     """How rows may go on: [G, r, B] each; where a row has fewer than B continuations, the others do not exist."""
 
     tokens: torch.Tensor  # int64, ascending, but for stop tokens, which come last
@@ -28,7 +28,7 @@ class Continuations(NamedTuple):
     exist: torch.Tensor  # bool
 
 
-class Outcomes(NamedTuple):
+class ConstraintOutcomes(NamedTuple):
     """What continuations lead to, of any shape."""
 
     states: torch.Tensor
@@ -44,7 +44,7 @@ class Constraint:
     everything as it is, unless a constraint says otherwise; it says so in the one of them that fits.
     """
 
-    source: ClassVar[Source] = Source.LAST_STEP
+    source: ClassVar[ConstraintSource] = ConstraintSource.LAST_STEP
     most_boost: float = 0.0  # see `boosts`: the most that one token may add; infinite, if there is no most
     is_sparse: ClassVar[bool] = False  # it lists `continuations`, which are few, instead of leaving tokens out
 
@@ -115,11 +115,11 @@ class Constraint:
         """
         raise NotImplementedError
 
-    def continuations(self, states: torch.Tensor, most: int) -> Continuations:
+    def continuations(self, states: torch.Tensor, most: int) -> ConstrainedContinuations:
         """How rows may go on, if none of them has more continuations than `most`, as `most_continuations` has it."""
         raise NotImplementedError
 
-    def outcomes(self, targets: torch.Tensor) -> Outcomes:
+    def outcomes(self, targets: torch.Tensor) -> ConstraintOutcomes:
         """What continuations lead to, by their targets, of any shape."""
         raise NotImplementedError
 
@@ -131,6 +131,6 @@ class Constraint:
         """What `outcomes` says of them in `ends`, alone."""
         raise NotImplementedError
 
-    def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
+    def logprobs_of(self, logprobs: torch.Tensor, continuations: ConstrainedContinuations) -> torch.Tensor:
         """[G, r, B] log-probabilities of continuations, of all [G, r, V]; -inf where there is none."""
         return logprobs.gather(-1, continuations.tokens).where(continuations.exist, float("-inf"))

@@ -13,12 +13,12 @@ from math import inf, log
 
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.devices import NEVER
 
 
 @dataclass(frozen=True)
-class Contrast(Constraint):
+class ContrastConstraint(Constraint):
     """A token counts (1 + beta) log p - beta log q, if p is at least alpha times the greatest p of its row.
 
     p is the model's probability of the token, after all that changes or masks its logits, and q the amateur's. Other
@@ -32,7 +32,7 @@ class Contrast(Constraint):
     alpha: float
     beta: float
 
-    source = Source.AMATEUR
+    source = ConstraintSource.AMATEUR
 
     @property
     def most_boost(self) -> float:  # type: ignore[override]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.devices import NEVER, numbers, sees
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
 
 
 @dataclass(frozen=True)
-class Grammar(Constraint):
+class GrammarConstraint(Constraint):
     """Rows take what their grammar allows. The states [G, r, V] are bools.
 
     Args:
@@ -22,7 +22,7 @@ class Grammar(Constraint):
 
     num_seen: int | None = None
 
-    source = Source.MASKS
+    source = ConstraintSource.MASKS
 
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
@@ -41,10 +41,10 @@ class Grammar(Constraint):
         return kept.masked_fill(kept < torch.minimum(last, kept.amax(dim=-1, keepdim=True)), NEVER)
 
 
-def unpacked_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def unpacked_constraint_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Bools [..., V] of a mask [..., V / 32] int32, which has a bit per token, the lowest first."""
-    if sees(bits.device):  # numpy takes a fortieth of torch's time
+    if is_searched_on_host(bits.device):  # numpy takes a fortieth of torch's time
         unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
         return torch.from_numpy(unpacked.view(bool))
-    bit = 1 << numbers(8, bits.device).byte()
+    bit = 1 << search_numbers(8, bits.device).byte()
     return (bits.view(torch.uint8)[..., None] & bit).ne(0).flatten(-2)[..., :vocab_size]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.devices import NEVER
 
 
 @dataclass(frozen=True)
-class NoRepeats(Constraint):
+class NGramConstraint(Constraint):
     """No hypothesis has an n-gram of `size` tokens twice. The states are histories [G, r, L].
 
     Histories that are advanced keep their length: they begin with `NOTHING` as often as tokens are to come.
@@ -22,7 +22,7 @@ class NoRepeats(Constraint):
 
     size: int
 
-    source = Source.TOKENS
+    source = ConstraintSource.TOKENS
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""

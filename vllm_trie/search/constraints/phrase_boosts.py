@@ -16,11 +16,15 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.devices import NewestKept, uploaded
+from vllm_trie.search.devices import SearchCache, uploaded_for_search
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
-SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = 4, 2 * 8, 4 + 4 * 8  # see `_Automaton`: of a node in a layer, a node, an edge
+SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = (
+    4,
+    2 * 8,
+    4 + 4 * 8,
+)  # see `_ConstraintAutomaton`: of a node in a layer, a node, an edge
 
 AUTOMATA_BYTES = 64 << 20  # of automata that stay on the host, and of the phrases by which they are found
 PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of these, with a place among the automata; a token is a number in a tuple
@@ -28,7 +32,7 @@ PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of these, with a place among the automata
 Tokens = tuple[int, ...]
 
 
-class Phrase(NamedTuple):
+class ConstraintPhrase(NamedTuple):
     """A phrase occurs wherever one of the ways to write it ends."""
 
     ways: tuple[Tokens, ...]
@@ -36,24 +40,26 @@ class Phrase(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PhraseBoosts(Constraint):
+class PhraseBoostConstraint(Constraint):
     """Each phrase adds its weight as often as it occurs, and a share of it where a hypothesis ends in its beginning.
 
     The pending share is the largest weight * k / n among the ways of n tokens whose first k < n, at least one, are the
     hypothesis' last k; a hypothesis that is finished has none. The states [G, r] are nodes of an automaton.
     """
 
-    phrases: tuple[Phrase, ...]
+    phrases: tuple[ConstraintPhrase, ...]
 
     @classmethod
-    def of(cls, phrases: Sequence[Sequence[Any]]) -> PhraseBoosts:
+    def of(cls, phrases: Sequence[Sequence[Any]]) -> PhraseBoostConstraint:
         """Of phrases as the option has them once their tokens are known: (token ids or ways, weight) each."""
-        return _boosts(tuple(Phrase(_as_ways(tokens), float(weight)) for tokens, weight in phrases))
+        return _known_boost_constraint(
+            tuple(ConstraintPhrase(_ways_of_constraint_phrase(tokens), float(weight)) for tokens, weight in phrases)
+        )
 
-    def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> PhraseBoosts:
+    def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> PhraseBoostConstraint:
         """See `Constraint`: what rows carry states under, one object for equal phrases. With it go its tables."""
         if (carried := _carried.get(self)) is None:
-            carried = _carried[self] = PhraseBoosts(self.phrases)
+            carried = _carried[self] = PhraseBoostConstraint(self.phrases)
             vars(carried).update(_hash=self._hash, automaton=self.automaton)
         return carried
 
@@ -61,18 +67,18 @@ class PhraseBoosts(Constraint):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _boosts, (self.phrases,)
+        return _known_boost_constraint, (self.phrases,)
 
     @cached_property
     def _hash(self) -> int:
         return hash(self.phrases)
 
     @cached_property
-    def automaton(self) -> _Automaton[np.ndarray]:
+    def automaton(self) -> _ConstraintAutomaton[np.ndarray]:
         """On the host."""
-        return _automata.get(self.phrases, partial(_automaton, self.phrases), self._bytes_on_host)
+        return _automata.get(self.phrases, partial(_new_constraint_automaton, self.phrases), self._bytes_on_host)
 
-    def _bytes_on_host(self, automaton: _Automaton[np.ndarray]) -> int:
+    def _bytes_on_host(self, automaton: _ConstraintAutomaton[np.ndarray]) -> int:
         ways = chain.from_iterable(ways for ways, _ in self.phrases)
         return sum(array.nbytes for array in automaton) + sum(PHRASE_BYTES + TOKEN_BYTES * len(way) for way in ways)
 
@@ -94,7 +100,7 @@ class PhraseBoosts(Constraint):
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         tables = self._tables(states.device)
-        leads = _lead_on(tables, states) & (tables.tokens[tables.columns] == tokens[..., None])
+        leads = _constraint_edges_lead_on(tables, states) & (tables.tokens[tables.columns] == tokens[..., None])
         return tables.children.where(leads, ROOT).amax(dim=-1)
 
     def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -104,7 +110,7 @@ class PhraseBoosts(Constraint):
     def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
         tables = self._tables(states.device)
-        nodes = _next_nodes(tables, states)
+        nodes = _next_constraint_nodes(tables, states)
         gains = tables.occurring[nodes] if is_end else (tables.occurring + tables.pending)[nodes]
         lost = -tables.pending[states][..., None]
         boosts = lost.expand(*states.shape, logprobs.shape[-1]).clone()
@@ -114,41 +120,46 @@ class PhraseBoosts(Constraint):
     def pending(self, states: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         tables = self._tables(states.device)
-        num_tokens, nodes = len(tables.tokens), _next_nodes(tables, states)  # by row: there are more continuations
+        num_tokens, nodes = (
+            len(tables.tokens),
+            _next_constraint_nodes(tables, states),
+        )  # by row: there are more continuations
         columns = torch.searchsorted(tables.tokens, tokens).clamp(max=num_tokens - 1)
         after = nodes.flatten(1).gather(1, parents * num_tokens + columns)
         return tables.pending[after.where(tables.tokens[columns] == tokens, ROOT)]
 
-    def _tables(self, device: torch.device) -> _Automaton[torch.Tensor]:
+    def _tables(self, device: torch.device) -> _ConstraintAutomaton[torch.Tensor]:
         if (tables := self._on_devices.get(device)) is None:
-            tables = _Automaton(*(uploaded(array, device) for array in self.automaton))
+            tables = _ConstraintAutomaton(*(uploaded_for_search(array, device) for array in self.automaton))
             tables = tables._replace(occurring=tables.occurring.float(), pending=tables.pending.float())
             self._on_devices[device] = tables
         return tables
 
     @cached_property
-    def _on_devices(self) -> dict[torch.device, _Automaton[torch.Tensor]]:
+    def _on_devices(self) -> dict[torch.device, _ConstraintAutomaton[torch.Tensor]]:
         return {}
 
 
 # Both as long as somebody holds what is found in them.
-_known: WeakValueDictionary[tuple[Phrase, ...], PhraseBoosts] = WeakValueDictionary()
-_carried: WeakValueDictionary[PhraseBoosts, PhraseBoosts] = WeakValueDictionary()  # see `PhraseBoosts.on`
+_known: WeakValueDictionary[tuple[ConstraintPhrase, ...], PhraseBoostConstraint] = WeakValueDictionary()
+_carried: WeakValueDictionary[PhraseBoostConstraint, PhraseBoostConstraint] = (
+    WeakValueDictionary()
+)  # see `PhraseBoostConstraint.on`
 
 
-def _boosts(phrases: tuple[Phrase, ...]) -> PhraseBoosts:
+def _known_boost_constraint(phrases: tuple[ConstraintPhrase, ...]) -> PhraseBoostConstraint:
     """One object for equal phrases: steps look it up, and compare it, without a look at the phrases."""
     if (boosts := _known.get(phrases)) is None:
-        boosts = _known[phrases] = PhraseBoosts(phrases)
+        boosts = _known[phrases] = PhraseBoostConstraint(phrases)
     return boosts
 
 
-def _as_ways(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, ...]:
+def _ways_of_constraint_phrase(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, ...]:
     ways = [tokens] if isinstance(tokens[0], int) else tokens
     return tuple(dict.fromkeys(tuple(way) for way in ways))  # type: ignore[arg-type]
 
 
-class _Automaton(NamedTuple, Generic[Array]):
+class _ConstraintAutomaton(NamedTuple, Generic[Array]):
     """Which beginning of a phrase is the longest that a hypothesis ends in: a node, the root for none.
 
     Nodes are numbered by layer. On the host, weights are float64; on a device, float32.
@@ -165,17 +176,17 @@ class _Automaton(NamedTuple, Generic[Array]):
 
 
 # Equal phrases come with request after request, and those of 10,000 tokens take 50 ms to build.
-_automata = NewestKept[_Automaton[np.ndarray]](AUTOMATA_BYTES)
+_automata = SearchCache[_ConstraintAutomaton[np.ndarray]](AUTOMATA_BYTES)
 
 
-def most_bytes(ways: Iterable[Sequence[int]]) -> int:
+def most_constraint_bytes(ways: Iterable[Sequence[int]]) -> int:
     """That the tables of phrases take on a device which can be written in these ways, even if no two begin alike."""
     lengths = [len(way) for way in ways]
     num_edges = sum(lengths)
     return (1 + num_edges) * (SUFFIX_BYTES * max(lengths) + WEIGHT_BYTES) + num_edges * EDGE_BYTES
 
 
-def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton[np.ndarray]:
+def _new_constraint_automaton(phrases: tuple[ConstraintPhrase, ...]) -> _ConstraintAutomaton[np.ndarray]:
     beginnings = sorted({way[:length] for phrase in phrases for way in phrase.ways for length in range(len(way) + 1)})
     beginnings.sort(key=len)
     nodes = {tokens: node for node, tokens in enumerate(beginnings)}
@@ -208,17 +219,19 @@ def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton[np.ndarray]:
     parents = np.array([nodes[tokens[:-1]] for tokens in beginnings[1:]], np.int32)
     depths = np.array([len(tokens) - 1 for tokens in beginnings[1:]])
     of_all, columns = np.unique([tokens[-1] for tokens in beginnings[1:]], return_inverse=True)
-    return _Automaton(parents, columns, depths, np.arange(1, len(nodes)), of_all, suffixes, occurring, pending)
+    return _ConstraintAutomaton(
+        parents, columns, depths, np.arange(1, len(nodes)), of_all, suffixes, occurring, pending
+    )
 
 
-def _lead_on(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
+def _constraint_edges_lead_on(tables: _ConstraintAutomaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
     """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
     return tables.suffixes[nodes][..., tables.depths] == tables.parents
 
 
-def _next_nodes(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
+def _next_constraint_nodes(tables: _ConstraintAutomaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
     """[G, r, n] the nodes to which the tokens that are in phrases lead from nodes [G, r]; the root where none does."""
-    leads = _lead_on(tables, nodes)
+    leads = _constraint_edges_lead_on(tables, nodes)
     found = nodes.new_full((*nodes.shape, len(tables.tokens)), ROOT)
     # Of several the one with the highest number is that of the longest beginning.
     return found.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")

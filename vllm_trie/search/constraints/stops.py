@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, sees, uploaded
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.token_tables import CPU, MOST_TOKENS, classes, columns
+from vllm_trie.search.devices import NEVER, is_searched_on_host, uploaded_for_search
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.token_tables import CPU, MOST_TOKENS, search_token_classes, search_token_columns
 
 GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
 
@@ -18,7 +18,7 @@ GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
 
 
-class Completes:
+class StopStringConstraint:
     """Finds on the host which candidates complete a stop string: for one copy of them the host waits.
 
     Args:
@@ -32,20 +32,20 @@ class Completes:
         self._copied: np.ndarray | None = None
         self.num_going_on = 0  # candidates that do not end, of the group that had fewest, when it was last asked
 
-    def of_rows(self, first: int) -> Completes:
+    def of_rows(self, first: int) -> StopStringConstraint:
         """The same of candidates whose parents are counted from row `first` on."""
-        return Completes(self._judge, self._beside, first)
+        return StopStringConstraint(self._judge, self._beside, first)
 
-    def end(self, candidates: Candidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
+    def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
         """Which candidates [G, K] complete a stop string, or end in a stop token: bool [V]."""
         parents, tokens = self._on_host(candidates)
         ends = is_stop[tokens] | self._judge(parents + self._first, tokens, self._copied)
         self.num_going_on = int((~ends).sum(axis=1).min(initial=ends.shape[1]))
-        return uploaded(ends, candidates.tokens.device)
+        return uploaded_for_search(ends, candidates.tokens.device)
 
-    def _on_host(self, candidates: Candidates[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _on_host(self, candidates: SearchCandidates[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
         parents, tokens, _ = candidates
-        if sees(tokens.device):
+        if is_searched_on_host(tokens.device):
             self._copied = None if self._beside is None else self._beside.numpy()
             return parents.numpy(), tokens.numpy()
         words = torch.stack([parents, tokens]).int().flatten()
@@ -58,7 +58,7 @@ class Completes:
         return both[0], both[1]
 
 
-class Stops(NamedTuple):
+class StopConstraints(NamedTuple):
     """What the hypotheses of a search may end with.
 
     Args:
@@ -96,18 +96,20 @@ class Stops(NamedTuple):
 
     def classes(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Not to be written to."""
-        return classes(self.last_token_ids, BARRED if self.are_barred else ENDS, vocab_size, device)
+        return search_token_classes(self.last_token_ids, BARRED if self.are_barred else ENDS, vocab_size, device)
 
     def columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[n] int64, ascending: the tokens of a vocabulary that end a hypothesis in this step. Not to be written to."""
-        return columns(self.ending_token_ids, vocab_size, device)
+        return search_token_columns(self.ending_token_ids, vocab_size, device)
 
     def biases(self, vocab_size: int, device: torch.device, *, ends: bool) -> torch.Tensor:
         """[V] float32: 0 for tokens that end a hypothesis in this step, or for those that do not; -inf for others."""
         are_wanted = (self.classes(vocab_size, device) == ENDS) == ends
         return torch.where(are_wanted, 0.0, NEVER)
 
-    def end(self, candidates: Candidates[torch.Tensor], completes: Completes | None, vocab_size: int) -> torch.Tensor:
+    def end(
+        self, candidates: SearchCandidates[torch.Tensor], completes: StopStringConstraint | None, vocab_size: int
+    ) -> torch.Tensor:
         """Which candidates [G, K] end in a stop token or complete a stop string."""
         tokens, ending = candidates.tokens, self.ending_token_ids
         if completes is not None and not self.are_barred:
@@ -120,4 +122,4 @@ class Stops(NamedTuple):
 
     def lead_nowhere(self, tokens: np.ndarray) -> np.ndarray:
         """Which tokens, on the host and of any shape, no beam goes on after."""
-        return np.isin(tokens, columns(self.last_token_ids, MOST_TOKENS, CPU).numpy())
+        return np.isin(tokens, search_token_columns(self.last_token_ids, MOST_TOKENS, CPU).numpy())

@@ -6,24 +6,33 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search import on_demand
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, constant, numbers
-from vllm_trie.search.filters import filtered, prune_, pruned
-from vllm_trie.search.parts import in_parts
-from vllm_trie.search.rank import Among, Candidates, pick, rank_candidates
-from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
-from vllm_trie.search.step_result import Step
+from vllm_trie.search import search_part_on_demand
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import NEVER, search_constant, search_numbers
+from vllm_trie.search.filters import filtered_search_logprobs, prune_search_logprobs, pruned_search_logprobs
+from vllm_trie.search.parts import in_search_parts
+from vllm_trie.search.rank import SearchCandidates, SearchRankingLimits, pick_search_candidates, rank_search_candidates
+from vllm_trie.search.rules import (
+    SearchDecision,
+    SearchInputs,
+    SearchRules,
+    SearchStrategy,
+    search_candidates_alive,
+    search_candidates_ended,
+    search_candidates_going_on,
+    search_continuations_by_row,
+)
+from vllm_trie.search.step_result import SearchStepResult
 
 FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
 
 
-class _Best(NamedTuple):
+class _BestStrategy(NamedTuple):
     semantics: str = "hf"
     eos_score_factor: tuple[int, float] | None = None
 
 
-class Best(_Best, Strategy):
+class BestStrategy(_BestStrategy, SearchStrategy):
     """Beam search: the best continuations go on.
 
     Args:
@@ -33,21 +42,23 @@ class Best(_Best, Strategy):
 
     @property
     def has_one_ranking(self) -> bool:
-        """See `Strategy`."""
+        """See `SearchStrategy`."""
         return self.semantics != "vllm"
 
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-        """See `Strategy`."""
+    def choose(
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+    ) -> SearchDecision:
+        """See `SearchStrategy`."""
         if (sparse := beams.sparse) is not None:
-            best_continuations = on_demand("strategies.best_continuations:best_continuations")
+            best_continuations = search_part_on_demand("strategies.best_continuations:best_strategy_continuations")
             return best_continuations(rules, logprobs, beams, means, sparse)
         scores, completes, width = beams.scores, means.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
         num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
         while True:
             of_row = max(count + num_stops, 2 * rules.width)
-            allowed = _allowed(rules, logprobs, beams, means, of_row)
-            prune = pruned if allowed is logprobs else prune_
+            allowed = _allowed_by_strategy(rules, logprobs, beams, means, of_row)
+            prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
             allowed = prune(allowed, scores, rules.pruning)
             candidates = self._ranked(rules, allowed, scores, count)
             stops = rules.stops.end(candidates, completes, vocab_size)
@@ -57,20 +68,24 @@ class Best(_Best, Strategy):
         if self.semantics != "vllm":
             finished = self._finished(rules, candidates, stops, num_stops > 1 or completes is not None)
         else:
-            finished = on_demand("strategies.own_stops:own_stops")(rules, allowed, scores, completes)
+            finished = search_part_on_demand("strategies.own_stops:own_strategy_stops")(
+                rules, allowed, scores, completes
+            )
             if self.eos_score_factor is not None:
                 candidates = self._ranked_with_factor(rules, allowed, scores, candidates)
                 stops = rules.stops.end(candidates, completes, vocab_size)
             if rules.is_last:
-                lives = alive(candidates, stops)
-                at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
-                finished = Candidates.join([finished, at_last])
-        by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
-        return Choice(Step(*by_slot, finished), logprobs)
+                lives = search_candidates_alive(candidates, stops)
+                at_last = search_candidates_ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
+                finished = SearchCandidates.join([finished, at_last])
+        by_slot = means.select_next(
+            candidates, search_candidates_going_on(rules, candidates, stops), rules.width, num_rows
+        )
+        return SearchDecision(SearchStepResult(*by_slot, finished), logprobs)
 
     def _finished(
-        self, rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor, may_be_more: bool
-    ) -> Candidates[torch.Tensor]:
+        self, rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor, may_be_more: bool
+    ) -> SearchCandidates[torch.Tensor]:
         """Candidates that finish; in the last step, those that go on, too.
 
         Args:
@@ -78,16 +93,18 @@ class Best(_Best, Strategy):
         """
         width = rules.num_beams or rules.width
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
-            return ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
+            return search_candidates_ended(
+                rules, candidates, stops, search_numbers(stops.shape[1], stops.device) < width
+            )
         # or before the b-th that goes on; source: the trie paper's published code
         may_end = (~stops).cumsum(dim=1) + stops.int() <= width
         if may_be_more:  # a pool has no use for more than b
             may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
-        return ended(rules, candidates, stops, may_end)
+        return search_candidates_ended(rules, candidates, stops, may_end)
 
     def _ranked(
-        self, rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, count: int
-    ) -> Candidates[torch.Tensor]:
+        self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, count: int
+    ) -> SearchCandidates[torch.Tensor]:
         """The best of what goes on, and of what ends as much as may finish: `count` in all, or a few more.
 
         In vLLM's semantics, where what finishes is ranked by itself, it may be what goes on alone.
@@ -95,18 +112,18 @@ class Best(_Best, Strategy):
         stops, as_vllm, factor = rules.stops, self.semantics == "vllm", self.eos_score_factor
         num_stops, leaves_one_out = len(stops.ending_token_ids), as_vllm and factor is not None
         if num_stops <= FEW_STOPS and not leaves_one_out:
-            return rank_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
+            return rank_search_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
         if not as_vllm:
-            rank_apart = on_demand("rank_apart:rank_apart")
+            rank_apart = search_part_on_demand("rank_apart:rank_search_ends_apart")
             return rank_apart(allowed, scores, (count - rules.width, rules.width), stops)
         others = stops.biases(allowed.shape[-1], allowed.device, ends=False)
         if factor is not None:
             others[factor[0] : factor[0] + 1] = NEVER
-        return rank_candidates(allowed, scores, count, Among(others))
+        return rank_search_candidates(allowed, scores, count, SearchRankingLimits(others))
 
     def _ranked_with_factor(
-        self, rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, others: Candidates[torch.Tensor]
-    ) -> Candidates[torch.Tensor]:
+        self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, others: SearchCandidates[torch.Tensor]
+    ) -> SearchCandidates[torch.Tensor]:
         """Continuations by another order: one token competes by its score times a factor, and only among a row's best.
 
         Args:
@@ -114,15 +131,19 @@ class Best(_Best, Strategy):
         """
         assert self.eos_score_factor is not None
         token_id, factor = self.eos_score_factor
-        tokens = constant((token_id,), allowed.device)
-        logprobs = on_demand("strategies.own_stops:own_logprobs")(rules, allowed, tokens)
-        both = Candidates.join([others, by_row(tokens.expand_as(logprobs), logprobs + scores[..., None])])
+        tokens = search_constant((token_id,), allowed.device)
+        logprobs = search_part_on_demand("strategies.own_stops:own_strategy_logprobs")(rules, allowed, tokens)
+        both = SearchCandidates.join(
+            [others, search_continuations_by_row(tokens.expand_as(logprobs), logprobs + scores[..., None])]
+        )
         rank_scores = both.scores.double()
         rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)
-        return pick(both, rank_scores.argsort(dim=1, descending=True, stable=True))
+        return pick_search_candidates(both, rank_scores.argsort(dim=1, descending=True, stable=True))
 
 
-def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, count: int) -> torch.Tensor:
+def _allowed_by_strategy(
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, count: int
+) -> torch.Tensor:
     """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
 
     Args:
@@ -136,9 +157,9 @@ def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Me
         return logprobs
     boosts = boosts if boosts is None else boosts.expand_as(logprobs)
 
-    def of_rows(logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None) -> tuple[torch.Tensor]:
-        allowed = filtered(beams.narrow(logprobs), rules.filters, count if boosts is None else None)
+    def of_rows(logprobs: torch.Tensor, beams: SearchBeams, boosts: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        allowed = filtered_search_logprobs(beams.narrow(logprobs), rules.filters, count if boosts is None else None)
         return (allowed if boosts is None else allowed + boosts,)
 
-    (allowed,) = in_parts(logprobs.shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
+    (allowed,) = in_search_parts(logprobs.shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
     return allowed

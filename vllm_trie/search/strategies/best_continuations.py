@@ -6,20 +6,20 @@ from functools import partial
 
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.constraint import Constraint, Outcomes
-from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.filters import Pruning, filtered, prune_
-from vllm_trie.search.parts import in_parts, parts
-from vllm_trie.search.rank import Candidates, rank_candidates
-from vllm_trie.search.rules import Choice, Means, SelectRules, going_on
-from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.few_ends import few_ends, most_room
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.constraint import Constraint, ConstraintOutcomes
+from vllm_trie.search.devices import NEVER, is_searched_on_host
+from vllm_trie.search.filters import SearchPruning, filtered_search_logprobs, prune_search_logprobs
+from vllm_trie.search.parts import in_search_parts, search_parts
+from vllm_trie.search.rank import SearchCandidates, rank_search_candidates
+from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules, search_candidates_going_on
+from vllm_trie.search.step_result import SearchStepResult
+from vllm_trie.search.strategies.few_ends import few_ends_for_strategy, most_room_for_strategy
 
 
-def best_continuations(
-    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, sparse: Constraint
-) -> Choice:
+def best_strategy_continuations(
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, sparse: Constraint
+) -> SearchDecision:
     """The best continuations become beams, and those among the best b that are complete finish.
 
     One may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
@@ -34,7 +34,7 @@ def best_continuations(
     most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
 
     def of_rows(
-        logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None, *, are_over: bool
+        logprobs: torch.Tensor, beams: SearchBeams, boosts: torch.Tensor | None = None, *, are_over: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         found = sparse.continuations(beams.states[sparse], most)
         tokens, targets, ends = found.tokens, found.targets, None
@@ -42,16 +42,18 @@ def best_continuations(
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
         del found  # which takes memory
-        allowed = filtered(own, rules.filters, width + sparse.num_ends if boosts is None else None)
+        allowed = filtered_search_logprobs(own, rules.filters, width + sparse.num_ends if boosts is None else None)
         if boosts is not None:
             added = boosts.gather(-1, tokens)
-            added = added if ends is None else _end_boosts(logprobs, beams, tokens).where(ends, added)
+            added = added if ends is None else _strategy_end_boosts(logprobs, beams, tokens).where(ends, added)
             allowed = allowed + added
         fields = allowed, tokens.int(), targets
-        return few_ends(fields, beams.scores, sparse.num_ends, width, rules.pruning)
+        return few_ends_for_strategy(fields, beams.scores, sparse.num_ends, width, rules.pruning)
 
     def has_end_boosts(are_over: bool) -> bool:
-        return means.has_pending and (are_over or rules.pruning != Pruning())  # else what only ends is left out anyhow
+        return means.has_pending and (
+            are_over or rules.pruning != SearchPruning()
+        )  # else what only ends is left out anyhow
 
     def ranked(are_over: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[G, r, B] what continuations compete by, their tokens and targets.
@@ -59,47 +61,49 @@ def best_continuations(
         Args:
             are_over: Those that end compete as hypotheses that are over; else only those that do not go on do.
         """
-        shape = *scores.shape, most + most_room(sparse.num_ends, width, rules.pruning)
+        shape = *scores.shape, most + most_room_for_strategy(sparse.num_ends, width, rules.pruning)
         of_each = partial(of_rows, are_over=are_over)
-        allowed, tokens, targets = in_parts(shape, of_each, logprobs, beams, *([] if boosts is None else [boosts]))
-        return prune_(allowed, scores, rules.pruning), tokens, targets
+        allowed, tokens, targets = in_search_parts(
+            shape, of_each, logprobs, beams, *([] if boosts is None else [boosts])
+        )
+        return prune_search_logprobs(allowed, scores, rules.pruning), tokens, targets
 
-    def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
-        return sparse.outcomes(_at(targets, candidates))
+    def outcomes(candidates: SearchCandidates[torch.Tensor]) -> ConstraintOutcomes:
+        return sparse.outcomes(_strategy_values_at(targets, candidates))
 
     allowed, tokens, targets = ranked(are_over=True)
-    over = live = _best_places(allowed, scores, width)
+    over = live = _best_strategy_places(allowed, scores, width)
     of_over = of_live = outcomes(over)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
-    finished = over._replace(tokens=_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))
-    is_one_ranking = sees(scores.device) and not means.has_pending
+    finished = over._replace(tokens=_strategy_values_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))
+    is_one_ranking = is_searched_on_host(scores.device) and not means.has_pending
     if not (is_one_ranking and bool((of_over.goes_on | (over.scores == NEVER)).all())):
         if means.has_pending:
             del allowed, tokens, targets
             allowed, tokens, targets = ranked(are_over=False)
-        for rows in parts(allowed.shape):
+        for rows in search_parts(allowed.shape):
             allowed[:, rows].masked_fill_(~sparse.go_on(targets[:, rows]), NEVER)
-        live = _best_places(allowed, scores, width)
+        live = _best_strategy_places(allowed, scores, width)
         of_live = outcomes(live)
-    by_slot = means.select_next(live, going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
+    by_slot = means.select_next(live, search_candidates_going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
     states = {sparse: outcomes(by_slot).states}
-    by_slot = by_slot._replace(tokens=_at(tokens, by_slot).long())
-    return Choice(Step(*by_slot, finished, states=states), logprobs)
+    by_slot = by_slot._replace(tokens=_strategy_values_at(tokens, by_slot).long())
+    return SearchDecision(SearchStepResult(*by_slot, finished, states=states), logprobs)
 
 
-def _end_boosts(logprobs: torch.Tensor, beams: Beams, tokens: torch.Tensor) -> torch.Tensor:
+def _strategy_end_boosts(logprobs: torch.Tensor, beams: SearchBeams, tokens: torch.Tensor) -> torch.Tensor:
     """[G, r, B] what tokens add to hypotheses that end with them."""
     boosts = beams.boosts(logprobs, is_end=True)
     assert boosts is not None
     return boosts.gather(-1, tokens)
 
 
-def _at(values: torch.Tensor, candidates: Candidates[torch.Tensor]) -> torch.Tensor:
+def _strategy_values_at(values: torch.Tensor, candidates: SearchCandidates[torch.Tensor]) -> torch.Tensor:
     """Those of all continuations' values [G, r, B] that are at the places of candidates [G, K]."""
     return values.flatten(1).gather(1, candidates.tokens)
 
 
-def _best_places(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
+def _best_strategy_places(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> SearchCandidates[torch.Tensor]:
     """The best `count` of continuations [G, r, B]; in `tokens` stand their places among all of a group."""
-    ranked = rank_candidates(allowed, scores, count)
+    ranked = rank_search_candidates(allowed, scores, count)
     return ranked._replace(tokens=ranked.parents * allowed.shape[-1] + ranked.tokens)

@@ -7,21 +7,21 @@ from operator import add
 
 import torch
 
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.parts import in_parts
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Choice, Means, SelectRules
-from vllm_trie.search.step_result import RankScores
+from vllm_trie.search.parts import in_search_parts
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules
+from vllm_trie.search.step_result import SearchRankScores
 
 
-def choose_boosted(
-    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, boosts: torch.Tensor
-) -> Choice:
+def choose_by_boosted_strategy(
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, boosts: torch.Tensor
+) -> SearchDecision:
     """As the strategy does, but candidates compete by cumulative log-probability and boosts; reports are without these.
 
     Args:
-        rules, logprobs, beams, means: As for `Strategy.choose`.
+        rules, logprobs, beams, means: As for `SearchStrategy.choose`.
         boosts: [G, r, V] float32, what each token adds; in the last step to a hypothesis that ends with it.
     """
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
@@ -30,30 +30,34 @@ def choose_boosted(
     may_pend = not (rules.is_last or rules.stops.are_barred)
     means = means._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
 
-    def best_of_rows(logprobs: torch.Tensor, boosts: torch.Tensor, beams: Beams) -> tuple[torch.Tensor]:
+    def best_of_rows(logprobs: torch.Tensor, boosts: torch.Tensor, beams: SearchBeams) -> tuple[torch.Tensor]:
         best = (logprobs + boosts).amax(dim=-1)
         at_end = beams.boosts(logprobs, is_end=True) if means.has_pending else None
         return (best if at_end is None else best.maximum((logprobs + at_end).amax(dim=-1)),)
 
-    (best,) = in_parts(logprobs.shape, best_of_rows, logprobs, boosts, beams)
+    (best,) = in_search_parts(logprobs.shape, best_of_rows, logprobs, boosts, beams)
     excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
     step, _ = rules.strategy.choose(rules, logprobs, beams._replace(scores=before - excess), means)
-    by_slot, finished = Candidates(*step[:3]), step.finished
-    sums = [_total(beams.scores, candidates, logprobs) for candidates in (by_slot, finished)]
-    of_beams, of_finished = (_total(before, candidates, logprobs, boosts) for candidates in (by_slot, finished))
+    by_slot, finished = SearchCandidates(*step[:3]), step.finished
+    sums = [_boosted_strategy_total(beams.scores, candidates, logprobs) for candidates in (by_slot, finished)]
+    of_beams, of_finished = (
+        _boosted_strategy_total(before, candidates, logprobs, boosts) for candidates in (by_slot, finished)
+    )
     if (
         may_pend
         and (rules.stops.strings or rules.items)
         and (pending := beams.pending(finished.parents, finished.tokens)) is not None
     ):
         of_finished = of_finished - pending
-    after = RankScores(of_beams, of_finished)
-    return Choice(
+    after = SearchRankScores(of_beams, of_finished)
+    return SearchDecision(
         step._replace(scores=sums[0], finished=finished._replace(scores=sums[1]), rank_scores=after), logprobs
     )
 
 
-def _total(scores: torch.Tensor, candidates: Candidates[torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+def _boosted_strategy_total(
+    scores: torch.Tensor, candidates: SearchCandidates[torch.Tensor], *values: torch.Tensor
+) -> torch.Tensor:
     """[G, K] what candidates have of their rows, and of their tokens in all values; -inf where there is none."""
     parents, tokens, ranked = candidates
     cells = parents * values[0].shape[-1] + tokens

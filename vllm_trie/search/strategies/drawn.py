@@ -1,7 +1,7 @@
 """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
 
 Source: DSBD paper. Plain steps draw by `drawn`; forests draw their drafts from the same distribution, and verify them
-(`rejection`) against it, then go on by `take_cells`.
+(`rejection`) against it, then go on by `take_strategy_cells`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, numbers
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, ended
-from vllm_trie.search.sampling import draw_continuations, generator, joint_probabilities
-from vllm_trie.search.slots import choose, in_slots
-from vllm_trie.search.step_result import Step, TokenLogprobs
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import NEVER, search_numbers
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import (
+    SearchDecision,
+    SearchInputs,
+    SearchRules,
+    SearchStrategy,
+    search_candidates_alive,
+    search_candidates_ended,
+)
+from vllm_trie.search.sampling import draw_search_continuations, joint_search_probabilities, search_generator
+from vllm_trie.search.slots import choose_search_slots, in_search_slots
+from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs
 
 
-class _Drawn(NamedTuple):
+class _JointSamplingStrategy(NamedTuple):
     replacement: bool
     min_width: int
     threshold: float | None
@@ -28,7 +35,7 @@ class _Drawn(NamedTuple):
     accept_top_k: int | None = None
 
 
-class Drawn(_Drawn, Strategy):
+class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
     """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
 
     Args:
@@ -41,28 +48,32 @@ class Drawn(_Drawn, Strategy):
 
     scales_logits = False  # the temperature divides what beams are drawn by
 
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-        """See `Strategy`."""
-        p = joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
-        rngs = [generator(*draw) for draw in means.draws]
-        drawn = draw_continuations(p.flatten(1), rules.width, self.replacement, rngs)
-        found = _continuations(logprobs, beams.scores, *drawn)
+    def choose(
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+    ) -> SearchDecision:
+        """See `SearchStrategy`."""
+        p = joint_search_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
+        rngs = [search_generator(*draw) for draw in means.draws]
+        drawn = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
+        found = _sampled_strategy_continuations(logprobs, beams.scores, *drawn)
         stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
-        by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
-        return Choice(self.kept(Step(*by_slot, ended(rules, found, stops))), logprobs)
+        by_slot = means.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
+        return SearchDecision(
+            self.kept(SearchStepResult(*by_slot, search_candidates_ended(rules, found, stops))), logprobs
+        )
 
-    def kept(self, step: Step[Any]) -> Step[Any]:
+    def kept(self, step: SearchStepResult[Any]) -> SearchStepResult[Any]:
         """What goes on after a forward of the target: all, or the best beam; on the device or on the host."""
-        return best_of(step) if self.keeps_one else step
+        return best_beam_of_strategy(step) if self.keeps_one else step
 
 
-def take_cells(
-    rules: SelectRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, means: Means
-) -> tuple[Choice, torch.Tensor]:
+def take_strategy_cells(
+    rules: SearchRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, means: SearchInputs
+) -> tuple[SearchDecision, torch.Tensor]:
     """Go on with what was drawn for one group from its joint distribution.
 
     Args:
-        logprobs: [I, V], as `joint_distribution` returns them.
+        logprobs: [I, V], as `joint_search_distribution` returns them.
         scores: [I].
         cells: [K] int64, parent * V + token, at most b.
 
@@ -71,30 +82,30 @@ def take_cells(
     """
     num_drawn = len(cells)
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
-    is_possible = numbers(rules.width, cells.device) < num_drawn
-    found = _continuations(logprobs[None], scores[None], cells, is_possible)
+    is_possible = search_numbers(rules.width, cells.device) < num_drawn
+    found = _sampled_strategy_continuations(logprobs[None], scores[None], cells, is_possible)
     stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
-    chosen = choose(found.parents, alive(found, stops), rules.width)
-    step = Step(*in_slots(found, chosen, len(scores)), ended(rules, found, stops))
-    takes = chosen[0, :, None] == numbers(num_drawn, cells.device)  # [b, K]
+    chosen = choose_search_slots(found.parents, search_candidates_alive(found, stops), rules.width)
+    step = SearchStepResult(*in_search_slots(found, chosen, len(scores)), search_candidates_ended(rules, found, stops))
+    takes = chosen[0, :, None] == search_numbers(num_drawn, cells.device)  # [b, K]
     slots = torch.where(takes.any(dim=0), takes.int().argmax(dim=0), -1)
-    return Choice(step, logprobs[None]), slots
+    return SearchDecision(step, logprobs[None]), slots
 
 
-def best_of(step: Step[Any]) -> Step[Any]:
+def best_beam_of_strategy(step: SearchStepResult[Any]) -> SearchStepResult[Any]:
     """The same step, after which only the best beam of each group goes on; on the device or on the host."""
     along: Any = np.take_along_axis if isinstance(step.scores, np.ndarray) else torch.take_along_dim
     best = step.scores.argmax(-1, keepdims=True)
     parents, tokens, scores = (along(field, best, -1) for field in step[:3])
-    reported = step.beam_logprobs and TokenLogprobs(*(along(field, best, -1) for field in step.beam_logprobs))
+    reported = step.beam_logprobs and SearchTokenLogprobs(*(along(field, best, -1) for field in step.beam_logprobs))
     return step._replace(parents=parents, tokens=tokens, scores=scores, beam_logprobs=reported)
 
 
-def _continuations(
+def _sampled_strategy_continuations(
     logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, is_possible: torch.Tensor
-) -> Candidates[torch.Tensor]:
+) -> SearchCandidates[torch.Tensor]:
     """Continuations at `cells` [G, K], parent * V + token, in the order in which they were drawn."""
     vocab_size = logprobs.shape[-1]
     parents = cells // vocab_size
     total = logprobs.flatten(1).gather(1, cells) + scores.gather(1, parents)
-    return Candidates(parents, cells % vocab_size, total.where(is_possible, NEVER))
+    return SearchCandidates(parents, cells % vocab_size, total.where(is_possible, NEVER))

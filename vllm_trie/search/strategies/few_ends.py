@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rank import rank_candidates
+from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.rank import rank_search_candidates
 
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def few_ends(fields: Fields, scores: torch.Tensor, num_ends: int, width: int, pruning: Pruning) -> Fields:
+def few_ends_for_strategy(
+    fields: Fields, scores: torch.Tensor, num_ends: int, width: int, pruning: SearchPruning
+) -> Fields:
     """Continuations of rows with fewer of the last ones, which end: the best of each row, in their order.
 
     Args:
@@ -20,13 +22,13 @@ def few_ends(fields: Fields, scores: torch.Tensor, num_ends: int, width: int, pr
         width: Beams of the search: no more of a row can be among the best.
         pruning: Which counts how many are better.
     """
-    num_kept = _num_kept(width, pruning)
+    num_kept = _num_ends_for_strategy(width, pruning)
     if num_ends <= num_kept:
         return fields
     allowed, tokens, targets = fields
     first = allowed.shape[-1] - num_ends
     ends = allowed[..., first:].flatten(0, 1)[:, None]
-    kept = rank_candidates(ends, scores.flatten()[:, None], num_kept).tokens.view(*scores.shape, num_kept)
+    kept = rank_search_candidates(ends, scores.flatten()[:, None], num_kept).tokens.view(*scores.shape, num_kept)
 
     def some(field: torch.Tensor) -> torch.Tensor:
         return torch.cat([field[..., :first], field[..., first:].gather(-1, kept)], dim=-1)
@@ -34,13 +36,13 @@ def few_ends(fields: Fields, scores: torch.Tensor, num_ends: int, width: int, pr
     return some(allowed), some(tokens), some(targets)
 
 
-def most_room(num_ends: int, width: int, pruning: Pruning) -> int:
+def most_room_for_strategy(num_ends: int, width: int, pruning: SearchPruning) -> int:
     """For how many more continuations of a row there must be room: none where few may end it.
 
     Rows with many are taken in parts where others are one part, and then hold what is left of the other parts, too.
     """
-    return 2 * num_ends if num_ends > _num_kept(width, pruning) else 0
+    return 2 * num_ends if num_ends > _num_ends_for_strategy(width, pruning) else 0
 
 
-def _num_kept(width: int, pruning: Pruning) -> int:
+def _num_ends_for_strategy(width: int, pruning: SearchPruning) -> int:
     return max(width, pruning.per_parent or 0)

@@ -10,22 +10,22 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search.beams import STATELESS, Beams
+from vllm_trie.search.beams import STATELESS, SearchBeams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy
-from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules, SearchStrategy
+from vllm_trie.search.step_result import SearchStepResult
+from vllm_trie.search.strategies.best import BestStrategy
 
 
-class _InGroups(NamedTuple):
+class _DiverseGroupsStrategy(NamedTuple):
     number: int
     penalty: float
     padding: int | None
     done: tuple[int, ...] = ()
 
 
-class InGroups(_InGroups, Strategy):
+class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
     """Group beam search: how many groups the beams are in, and what the later ones of them avoid.
 
     Args:
@@ -35,11 +35,13 @@ class InGroups(_InGroups, Strategy):
         done: Which groups are.
     """
 
-    def with_done(self, done: tuple[int, ...]) -> InGroups:
-        """See `Strategy`."""
+    def with_done(self, done: tuple[int, ...]) -> DiverseGroupsStrategy:
+        """See `SearchStrategy`."""
         return self._replace(done=done)
 
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+    def choose(
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+    ) -> SearchDecision:
         """One step of N searches, group after group.
 
         Returns:
@@ -51,7 +53,7 @@ class InGroups(_InGroups, Strategy):
         width = rules.width // self.number
         rules_of_group = rules._replace(width=width)
         counts = torch.zeros(num_searches, vocab_size, dtype=torch.int32, device=logprobs.device)
-        steps, penalised = list[Step[torch.Tensor]](), list[torch.Tensor]()
+        steps, penalised = list[SearchStepResult[torch.Tensor]](), list[torch.Tensor]()
         for first in range(0, rules.width, width):
             is_done = first // width in self.done
             at = slice(0, 1) if num_rows == 1 else slice(first, first + width)
@@ -60,7 +62,7 @@ class InGroups(_InGroups, Strategy):
                 of_group = of_group._replace(scores=torch.full_like(of_group.scores, NEVER))
             completes = means.completes and means.completes.of_rows(first if num_rows > 1 else 0)
             own = means._replace(boosts=-penalties[:, None], completes=completes)
-            step, _ = Best().choose(rules_of_group, logprobs[:, at], of_group, own)
+            step, _ = BestStrategy().choose(rules_of_group, logprobs[:, at], of_group, own)
             if is_done and self.padding is not None:  # so this group has all its beams: fewer never fill a pool
                 counts[:, self.padding] += width
             counts.scatter_add_(1, step.tokens, (step.scores > NEVER).int())
@@ -68,9 +70,9 @@ class InGroups(_InGroups, Strategy):
             steps.append(step._replace(parents=step.parents + first, finished=finished))
             if rules.num_logprobs is not None:
                 penalised.append((logprobs[:, at] - penalties[:, None]).expand(-1, width, -1))
-        by_slot = Candidates.join([Candidates(*step[:3]) for step in steps])
-        finished = Candidates.join([step.finished for step in steps])
+        by_slot = SearchCandidates.join([SearchCandidates(*step[:3]) for step in steps])
+        finished = SearchCandidates.join([step.finished for step in steps])
         of_groups = [step.states or STATELESS for step in steps]
         states = {key: torch.cat([states[key] for states in of_groups], dim=1) for key in of_groups[0]}
-        step = Step(*by_slot, finished, states=states)
-        return Choice(step, torch.cat(penalised, dim=1) if penalised else logprobs)
+        step = SearchStepResult(*by_slot, finished, states=states)
+        return SearchDecision(step, torch.cat(penalised, dim=1) if penalised else logprobs)

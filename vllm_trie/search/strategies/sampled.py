@@ -7,28 +7,39 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, uploaded
-from vllm_trie.search.filters import filtered
-from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, by_row, ended
-from vllm_trie.search.sampling import draw, uniforms
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import NEVER, uploaded_for_search
+from vllm_trie.search.filters import filtered_search_logprobs
+from vllm_trie.search.rules import (
+    SearchDecision,
+    SearchInputs,
+    SearchRules,
+    SearchStrategy,
+    search_candidates_ended,
+    search_continuations_by_row,
+)
+from vllm_trie.search.sampling import draw_search_tokens, search_uniforms
+from vllm_trie.search.step_result import SearchStepResult
 
 
 @dataclass(frozen=True)
-class SampledEach(Strategy):
+class RowSamplingStrategy(SearchStrategy):
     """Each beam takes one token that is drawn from what its row may take, or finishes with it.
 
     The slot of a beam that stops is dead; the search displaces it once nothing is drawn any more.
     """
 
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-        """See `Strategy`."""
+    def choose(
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+    ) -> SearchDecision:
+        """See `SearchStrategy`."""
         num_groups, num_rows, vocab_size = logprobs.shape
-        chances = np.stack([uniforms(*seeds, rules.width) for seeds in means.draws])
-        allowed = filtered(beams.narrow(logprobs), rules.filters, vocab_size)
-        tokens = draw(allowed, uploaded(chances, logprobs.device).view(num_groups, num_rows, -1))
-        drawn = by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
+        chances = np.stack([search_uniforms(*seeds, rules.width) for seeds in means.draws])
+        allowed = filtered_search_logprobs(beams.narrow(logprobs), rules.filters, vocab_size)
+        tokens = draw_search_tokens(
+            allowed, uploaded_for_search(chances, logprobs.device).view(num_groups, num_rows, -1)
+        )
+        drawn = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
         stops = rules.stops.end(drawn, means.completes, vocab_size)
         alone = drawn._replace(scores=drawn.scores.masked_fill(stops, NEVER))
-        return Choice(Step(*alone, ended(rules, drawn, stops)), logprobs)
+        return SearchDecision(SearchStepResult(*alone, search_candidates_ended(rules, drawn, stops)), logprobs)

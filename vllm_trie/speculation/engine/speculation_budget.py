@@ -13,8 +13,8 @@ from vllm_trie.engine.speculation import Growing, SchedulerBudgets
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DecidedMessage, DraftedMessage, SpeculationBudget
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import options_speculate
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.search.forest_size import ForestSize
@@ -106,10 +106,10 @@ def _group_forests_of(group: BeamGroup) -> GroupForests:
     return group.forests
 
 
-def least_drafts_to_speculate(rules: SelectRules) -> int:
+def least_drafts_to_speculate(rules: SearchRules) -> int:
     """How many drafts a forest must have, so that verifying it may lead to a second step.
 
     Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
     after each root, or with one draft alone where others are too bad to matter.
     """
-    return 1 if rules.ranks_together and not isinstance(rules.strategy, Drawn) else rules.width
+    return 1 if rules.ranks_together and not isinstance(rules.strategy, JointSamplingStrategy) else rules.width

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search import spans
+from vllm_trie.search import search_spans
 from vllm_trie.speculation.search.forest import Forest
 
 Array = np.ndarray
@@ -46,7 +46,7 @@ class DraftPromptIndex:
         """The latest places of some tokens: [H] which of them, and [H] where it stands."""
         starts, ends = (np.searchsorted(self._sorted, tokens, side=side) for side in ("left", "right"))
         counts = np.minimum(ends - starts, max(MOST_PLACES // len(tokens), 1))
-        return np.repeat(np.arange(len(tokens)), counts), self._positions[spans(ends - counts, counts)]
+        return np.repeat(np.arange(len(tokens)), counts), self._positions[search_spans(ends - counts, counts)]
 
 
 class DraftPaths(NamedTuple):
@@ -84,7 +84,7 @@ def look_up_drafts(
     different = _different_drafts(beams, tokens)
     beams, tokens = beams[different], tokens[different]
     counts = np.bincount(beams, minlength=len(generated))
-    ranks = spans(0, counts)
+    ranks = search_spans(0, counts)
     order = np.lexsort((beams, ranks))[: int(np.minimum(counts, most).sum())]
     return DraftPaths(beams[order], tokens[order])
 
@@ -185,7 +185,11 @@ def _draft_match_places(history: _DraftHistories, num_tokens: int, skip: int) ->
     starts = np.searchsorted(newest[by_token], own[rows, columns], side="left")
     counts = np.searchsorted(newest[by_token], own[rows, columns], side="right") - starts
     if counts.sum() <= MOST_PAIRS:
-        of_tails, rows, columns = by_token[spans(starts, counts)], np.repeat(rows, counts), np.repeat(columns, counts)
+        of_tails, rows, columns = (
+            by_token[search_spans(starts, counts)],
+            np.repeat(rows, counts),
+            np.repeat(columns, counts),
+        )
     else:
         rows, columns = np.nonzero(own == newest[:, None])
         of_tails = rows

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search import spans
+from vllm_trie.search import search_spans
 
 ROOT = -1
 
@@ -53,7 +53,7 @@ class Forest:
         forest.depths = np.repeat(np.arange(len(layers)), layers).tolist()
         in_rows, counts = rows.argsort(kind="stable"), np.bincount(rows, minlength=num_roots)
         places = np.empty_like(in_rows)
-        places[in_rows] = spans(0, counts)
+        places[in_rows] = search_spans(0, counts)
         forest.places = places.tolist()
         forest.rows = [nodes.tolist() for nodes in np.split(in_rows, counts.cumsum()[:-1])]
         drafts = zip(parents[num_roots:], tokens[num_roots:], strict=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.filters import running_sum
-from vllm_trie.search.sampling import draw_cells
+from vllm_trie.search.filters import search_running_sum
+from vllm_trie.search.sampling import draw_search_cells
 
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 
@@ -58,7 +58,7 @@ class AcceptedLayer(NamedTuple):
 
 def draw_acceptable_drafts(q: torch.Tensor, rules: DraftAcceptanceRules, rng: np.random.Generator) -> Drafts:
     """Draw a layer of drafts from exactly the distribution they will be verified against."""
-    return Drafts(q, draw_cells(q, rules.draft_width, rules.replacement, rng))
+    return Drafts(q, draw_search_cells(q, rules.draft_width, rules.replacement, rng))
 
 
 def accept_draft_layers(
@@ -89,7 +89,7 @@ def accept_draft_layers(
         yield verified
         if not verified.is_complete:
             return
-    cells = draw_cells(distribution(verified), width, rules.replacement, rng)
+    cells = draw_search_cells(distribution(verified), width, rules.replacement, rng)
     if len(cells):
         yield AcceptedLayer(cells, np.full(len(cells), -1))
 
@@ -123,9 +123,9 @@ def accept_drafts(
             residual.reject(draft.left)
     num_filled = width - len(cells)
     if num_filled and not residual.is_empty:
-        first = draw_cells(residual.distribution, 1, replacement, rng)
+        first = draw_search_cells(residual.distribution, 1, replacement, rng)
         residual.accept(first, drafts)
-        cells += [*first, *draw_cells(residual.distribution, num_filled - 1, replacement, rng)]
+        cells += [*first, *draw_search_cells(residual.distribution, num_filled - 1, replacement, rng)]
     accepted += [-1] * (len(cells) - len(accepted))
     return AcceptedLayer(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
@@ -153,7 +153,7 @@ def accept_drafts_by_rank(
     accepted = ((of_drafts >= least) & (of_drafts > 0)).nonzero().flatten().cpu().numpy()[:width]
     cells = drafts[accepted]
     left = target if replacement else target.index_fill(0, torch.from_numpy(cells).to(p.device), 0.0)
-    filled = draw_cells(left, width - len(cells), replacement, rng)
+    filled = draw_search_cells(left, width - len(cells), replacement, rng)
     return AcceptedLayer(np.concatenate([cells, filled]), np.concatenate([accepted, np.full(len(filled), -1)]))
 
 
@@ -266,5 +266,5 @@ def _accept_drafts_as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray
     left = torch.ones_like(chances)
     if not replacement:
         # Summed from the end: one minus what was drawn would be all rounding once q is nearly used up.
-        left = q.flatten().index_fill(0, where, 0.0).sum() + running_sum(chances.flip(0)).flip(0)
+        left = q.flatten().index_fill(0, where, 0.0).sum() + search_running_sum(chances.flip(0)).flip(0)
     return [Draft(*seen) for seen in zip(drafts.tolist(), *torch.stack([target, chances, left]).tolist(), strict=True)]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams, States
-from vllm_trie.search.step import draft_logprobs
+from vllm_trie.search.beams import SearchBeams, States
+from vllm_trie.search.step import search_logprobs_of_draft
 from vllm_trie.speculation.search.forest import BestTokens
 from vllm_trie.speculation.worker.forest_step import ForestStep
 
@@ -43,6 +43,6 @@ def rank_drafts_after_nodes(
         states: [1, nodes, ...] under each constraint.
         number: Of the layer that is drafted.
     """
-    before = Beams(logits[None, :, 0], states=states)  # scores have no say in these
-    (logprobs,) = draft_logprobs(forest_step.rules[number - 1], logits[None], before)
+    before = SearchBeams(logits[None, :, 0], states=states)  # scores have no say in these
+    (logprobs,) = search_logprobs_of_draft(forest_step.rules[number - 1], logits[None], before)
     return torch.topk(logprobs, min(forest_step.budget.draft_width, logprobs.shape[1]), dim=-1)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker.drawn_forest import DrawnForestStep
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
@@ -29,7 +29,9 @@ from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.step_context import RunnerStepContext
 
 Forests = dict[str, ForestStep]  # by group
-FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForestStep}  # by strategy; for others one that is searched
+FORESTS: dict[type, type[ForestStep]] = {
+    JointSamplingStrategy: DrawnForestStep
+}  # by strategy; for others one that is searched
 
 
 class Drafter(ABC):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search import spans
-from vllm_trie.search.devices import uploaded, uploaded_together
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import uploaded_for_search, uploaded_together_for_search
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker.attention.shared_rows import SharedRows
 
@@ -105,15 +105,15 @@ class DraftBatch:
         query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         tokens = np.fromiter((token for row in self.tokens for token in row), dtype=np.int32)
-        slots, positions = self._slots(spans(starts, lengths), block_sizes), np.array(self.positions)
+        slots, positions = self._slots(search_spans(starts, lengths), block_sizes), np.array(self.positions)
         of_batch = [tokens, positions, slots, query_starts, ends, np.array(self.wanted, np.int64)]
-        there = uploaded_together([*of_batch, *self.tables], device)
+        there = uploaded_together_for_search([*of_batch, *self.tables], device)
         token_ids, of_tokens, slot_mappings, starts_there, ends_there, wanted = there[: len(of_batch)]
 
         def slots_before(number: int) -> torch.Tensor:
             parents = np.array(self.parents)
             before = self._slots(np.maximum(parents, 0), block_sizes)[number]
-            return uploaded(np.where(parents < 0, -1, before), device)
+            return uploaded_for_search(np.where(parents < 0, -1, before), device)
 
         of_rows = starts_there, ends_there, there[len(of_batch) :]
         on_host = query_starts, ends

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import SearchRules
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, DraftPromptIndex, NGrams, look_up_drafts
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.forest_step import ForestStep
@@ -61,7 +61,7 @@ class LookupDrafter(Drafter):
             self._keep_to_constraints(found, beams)
         return found
 
-    def _keep_to_constraints(self, found: DraftPaths, beams: Beams) -> None:
+    def _keep_to_constraints(self, found: DraftPaths, beams: SearchBeams) -> None:
         """End continuations where they leave what the constraints allow."""
         paths, tokens = map(self._selector.rows.upload, found)
         leads_on, beams = torch.ones_like(tokens, dtype=torch.bool), beams.gather(paths[None])
@@ -71,7 +71,7 @@ class LookupDrafter(Drafter):
         found.tokens[~leads_on.cpu().numpy()] = NO_TOKEN
 
 
-def _drafts_may_lead_on(found: DraftPaths, rules: SelectRules, scores: np.ndarray) -> bool:
+def _drafts_may_lead_on(found: DraftPaths, rules: SearchRules, scores: np.ndarray) -> bool:
     """Whether a second step may come of these drafts: the best beam has one, or each has where all of them count.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import is_searched_on_host
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
 from vllm_trie.speculation.worker.draft_model import DraftModel
@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
             forests[group_id] = self._make_forest(context.steps[group_id], group, of_group)
             self._note_pending(forests[group_id], of_group)
         self._catch_up(forests)
-        is_seen = sees(self._runner.device)
+        is_seen = is_searched_on_host(self._runner.device)
         unseen: Forests = {
             key: one for key, one in forests.items() if isinstance(one, SearchedForestStep) and not is_seen
         }

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import SpeculationBudget
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, uploaded
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.sampling import generator
-from vllm_trie.search.step import joint_distribution, reported
-from vllm_trie.search.step_result import Going, Step, packed, unpacked
-from vllm_trie.search.strategies.drawn import Drawn, take_cells
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import NEVER, uploaded_for_search
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.sampling import search_generator
+from vllm_trie.search.step import joint_search_distribution, reported_search_step
+from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy, take_strategy_cells
 from vllm_trie.speculation.search.forest import affordable_forest_layers
 from vllm_trie.speculation.search.rejection import (
     AcceptedLayer,
@@ -37,20 +37,20 @@ NO_SLOT = NO_NODE = -1
 class DrawnForestStep(ForestStep):
     """The forest of a beam sampling."""
 
-    strategy: Drawn = field(init=False)
+    strategy: JointSamplingStrategy = field(init=False)
     rng: np.random.Generator = field(init=False)
     scores: torch.Tensor = field(init=False)  # [nodes] float32, what ranks those of the newest layer, on the device
     drafts: list[Drafts] = field(default_factory=list)  # by layer
     nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
 
     def __post_init__(self) -> None:
-        assert isinstance(self.step.rules.strategy, Drawn)
+        assert isinstance(self.step.rules.strategy, JointSamplingStrategy)
         assert self.step.draw is not None
-        self.strategy, self.rng = self.step.rules.strategy, generator(*self.step.draw)
+        self.strategy, self.rng = self.step.rules.strategy, search_generator(*self.step.draw)
         self.scores = self.group.beams.compete_by[0]
 
     @classmethod
-    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
+    def affordable(cls, budget: SpeculationBudget, rules: SearchRules) -> SpeculationBudget:
         """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
         room = budget.max_drafts, budget.num_layers, budget.draft_width
         num_layers, draft_width = affordable_forest_layers(*room, rules.width)
@@ -75,17 +75,17 @@ class DrawnForestStep(ForestStep):
         """Draw layer `number` from what the draft model says, [nodes, V], after those nodes that are not the end."""
         rules = self.rules[number - 1]
         before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
-        alive = uploaded(np.flatnonzero(np.array(before) != NO_NODE), logits.device)
+        alive = uploaded_for_search(np.flatnonzero(np.array(before) != NO_NODE), logits.device)
         scores = torch.full((len(before),), NEVER, device=logits.device).index_copy(0, alive, self.scores)
         every = logits.new_zeros(len(before), vocab_size).index_copy(0, alive, logits)
-        beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
-        (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
+        beams = self.beams_at([max(node, 0) for node in before], SearchBeams(scores[None]))
+        (q,), (logprobs,) = joint_search_distribution(rules._replace(is_controlled=False), every[None], beams)
         drafts = draw_acceptable_drafts(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         drawn = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
         nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in drawn]
         going_on = np.flatnonzero(np.array(nodes) != NO_NODE)
-        at, of_tokens = uploaded(np.stack([parents, tokens])[:, going_on], logits.device)
+        at, of_tokens = uploaded_for_search(np.stack([parents, tokens])[:, going_on], logits.device)
         self.layer = self.layer._replace(nodes=[nodes[place] for place in going_on])
         self.scores = scores[at] + logprobs[at, of_tokens]
         self.drafts.append(drafts)
@@ -102,27 +102,29 @@ class DrawnForestStep(ForestStep):
 
     def verify(self, nodes: VerifiedForestNodes) -> Found:
         """Layers that are distributed as beam sampling's, until one was not drafted in full."""
-        steps, beams, accepted = list[Step](), [list(range(self.num_beams))], list[int]()
+        steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
         before = self.group.beams
         scores = before.scores[0]
         logprobs: torch.Tensor  # of the beams before the newest step
-        newest: Step[torch.Tensor]
+        newest: SearchStepResult[torch.Tensor]
 
         def target(verified: AcceptedLayer | None) -> torch.Tensor:
             """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
             nonlocal before, logprobs
-            before = self.beams_at(beams[-1], Beams(scores[None]))
-            (joint,), (logprobs,) = joint_distribution(self.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+            before = self.beams_at(beams[-1], SearchBeams(scores[None]))
+            (joint,), (logprobs,) = joint_search_distribution(
+                self.rules[len(steps)], nodes.logits(beams[-1])[None], before
+            )
             of_rows = joint[np.maximum(slots_of_rows, 0)]
             of_rows[slots_of_rows < 0] = 0.0
             return of_rows
 
-        def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
+        def take(cells: np.ndarray) -> tuple[SearchStepResult, np.ndarray]:
             nonlocal newest
             rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-            choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
-            newest = reported(rules, choice)
+            choice, slots = take_strategy_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
+            newest = reported_search_step(rules, choice)
             return drawn_forest_on_host(newest), slots.cpu().numpy()
 
         for verified in accept_draft_layers(self.drafts, target, self.draft_rules, self.rng):
@@ -147,12 +149,12 @@ class DrawnForestStep(ForestStep):
             beams[: len(steps)],
             accepted,
             newest_tokens,
-            before.after(Going.of(kept)),
+            before.after(NextSearchBeams.of(kept)),
         )
 
 
-def drawn_forest_on_host(step: Step) -> Step:
+def drawn_forest_on_host(step: SearchStepResult) -> SearchStepResult:
     """The step of a single group."""
-    words, layout = packed(step)
-    (of_group,) = unpacked(words.cpu().numpy(), layout)
+    words, layout = pack_search_step(step)
+    (of_group,) = unpack_search_steps(words.cpu().numpy(), layout)
     return of_group

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, numbers, uploaded_together
+from vllm_trie.search.devices import NEVER, search_numbers, uploaded_together_for_search
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.worker.attention.shared_rows import WORD
 
@@ -150,7 +150,7 @@ def plant_forests(
             reached[number, own] = table.shape[1] - 1 - has_block[:, ::-1].argmax(axis=1)
             spare[number, plan.place, : len(blocks)] = blocks[::-1]
     state = words, scores, ends, masks, slots, counts, totals, reached, spare
-    words_there, *there = uploaded_together([*state, *beside], device)
+    words_there, *there = uploaded_together_for_search([*state, *beside], device)
     parts = _growth_parts_of(words_there, num_nodes, tables.shape)
     return GrowingForests(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
 
@@ -186,7 +186,7 @@ def draft_growing_layer(
     is_narrow = (by_rank // logprobs.shape[1] < totals[NUM_NARROW]) & (scores[by_rank] > NEVER)
     is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams
     chosen = by_rank[is_narrow.logical_not().byte().argsort(stable=True)][: part.size]
-    own, ranks = slice(part.first, part.first + len(chosen)), numbers(len(chosen), scores.device)
+    own, ranks = slice(part.first, part.first + len(chosen)), search_numbers(len(chosen), scores.device)
     exists = (scores[chosen] > NEVER) & (ranks < plan.forest_step.num_open(number) - totals[NUM_DRAFTS])
     growing.parents[own] = (chosen // logprobs.shape[1]).where(exists, NO_NODE).int()
     growing.tokens[own] = tokens.flatten()[chosen].where(exists, 0).int()
@@ -214,11 +214,11 @@ def place_growing_layer(
     is_before = ((of_nodes[:, None] == of_nodes) & exists).tril(-1)
     places = (growing.counts[of_nodes] + is_before.sum(1)).where(exists, 0)
     growing.counts.index_add_(0, of_nodes, exists.int())
-    words = numbers(growing.masks.shape[1], places.device)
+    words = search_numbers(growing.masks.shape[1], places.device)
     bits = (torch.ones_like(places) << places % WORD)[:, None].where(words == (places // WORD)[:, None], 0)
     growing.masks[own] = growing.masks[parents].where(exists[:, None], 0) | bits
     growing.rows[own], growing.ends[own] = of_nodes.int(), (start + 1 + places).int()
-    columns = numbers(growing.tables.shape[2], places.device)
+    columns = search_numbers(growing.tables.shape[2], places.device)
     for group, block_size in enumerate(block_sizes):
         taken, reached = growing.totals[plan.place, NUM_TAKEN + group], growing.reached[group, rows]
         needed = ((start + growing.counts[rows] - 1) // block_size - reached).clamp(min=0)

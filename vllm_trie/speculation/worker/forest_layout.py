@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search import spans
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests
 
 PARENT_UNIT = 1 << 32  # of a key, which is a parent and a token
@@ -76,8 +76,8 @@ def lay_out_forest(
     device, start, sizes = growing.words.device, plan.forest_step.start, plan.sizes
     depths, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
     before = np.append(0, starts)[depths]  # where the nodes of the layer before each begin among the forest's own
-    of_nodes = spans(np.array([part.first for part in plan.parts]), np.array(sizes)), start + depths, before
-    at, positions, before_there = uploaded(np.stack(of_nodes).astype(np.int64), device)
+    of_nodes = search_spans(np.array([part.first for part in plan.parts]), np.array(sizes)), start + depths, before
+    at, positions, before_there = uploaded_for_search(np.stack(of_nodes).astype(np.int64), device)
     parents, tokens, num_roots = growing.parents[at].long(), growing.tokens[at], sizes[0]
     is_draft = parents != NO_NODE
     is_node = is_draft.clone()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.slots import select_next
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import slots as slots_kernel
@@ -58,7 +58,7 @@ class VerifiedForestNodes:
         """[nodes, V]."""
         return self.values[self._selector.rows.upload(self.at[nodes])]
 
-    def means(self, rules: SelectRules, nodes: Callable[[], list[int]]) -> Means:
+    def means(self, rules: SearchRules, nodes: Callable[[], list[int]]) -> SearchInputs:
         """What a step is taken with from beams that are at `nodes`, which are asked for where the host must know."""
 
         def path(beam: int) -> tuple[int, list[int]]:
@@ -68,6 +68,8 @@ class VerifiedForestNodes:
         num_tokens = np.array([self.forest_step.start + 1])
         completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
         into_slots = (
-            slots_kernel.launch_select_next if launches.worker_runs_kernels_on(self.values.device) else select_next
+            slots_kernel.launch_select_next
+            if launches.worker_runs_kernels_on(self.values.device)
+            else choose_next_search_beams
         )
-        return Means(completes=completes, select_next=into_slots)
+        return SearchInputs(completes=completes, select_next=into_slots)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.table_entries import DraftTableEntries
@@ -32,7 +32,9 @@ class AcceptedPath(NamedTuple):
     is_controlled: bool  # whether they also take over what the processors of their logits know
 
 
-def accepted_forest_path(forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> AcceptedPath:
+def accepted_forest_path(
+    forest_step: ForestStep, steps: list[SearchStepResult], beams: list[list[int]]
+) -> AcceptedPath:
     """Let the beams have the group's own rows, their tokens, blocks and what the draft model has computed.
 
     Full blocks are taken over by reference. The block that the roots are in is copied from the row whose tree has the

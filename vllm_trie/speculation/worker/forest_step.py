@@ -12,10 +12,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search import spans
-from vllm_trie.search.beams import Beams, States, gather_states
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Step
+from vllm_trie.search import search_spans
+from vllm_trie.search.beams import SearchBeams, States, gather_search_states
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts_to_forest
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.worker.attention.shared_rows import RowTrees
@@ -27,11 +27,11 @@ NO_BLOCK = 0  # vLLM's block that nobody reads
 class Found(NamedTuple):
     """What came of a forest."""
 
-    steps: list[Step[np.ndarray]]
+    steps: list[SearchStepResult[np.ndarray]]
     beams: list[list[int]]  # the nodes of the beams before each step
     accepted: list[int]  # how many drafts each accepted
     tokens: torch.Tensor  # [b] int64, the newest, on the device
-    carried: Beams  # by the beams after the last, among those of other groups
+    carried: SearchBeams  # by the beams after the last, among those of other groups
     place: int = 0  # of the group among these
 
 
@@ -64,7 +64,7 @@ class ForestStep:
         return len(self.group.row_ids)
 
     @property
-    def rules(self) -> list[SelectRules]:
+    def rules(self) -> list[SearchRules]:
         """By step."""
         return [self.step.rules, *self.budget.rules]
 
@@ -94,7 +94,7 @@ class ForestStep:
     def nodes_at(self, starts: np.ndarray) -> np.ndarray:
         """Where nodes are, if what the rows compute begins at `starts` [b]; also what may be one, if it has grown."""
         if self.grown is not None:
-            return spans(starts, self.counts)
+            return search_spans(starts, self.counts)
         return starts[self.forest.row_of] + np.array(self.forest.places)
 
     def trees(self, rows: BatchRows) -> RowTrees:
@@ -113,20 +113,20 @@ class ForestStep:
         positions, block_size = self.start + places, self.block_sizes[number]
         return self.blocks[number][rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    def beams_at(self, nodes: Sequence[int], beams: Beams) -> Beams:
+    def beams_at(self, nodes: Sequence[int], beams: SearchBeams) -> SearchBeams:
         """These beams, which have come to these nodes, with the states that they have there."""
         return beams._replace(states=self.states_at(nodes)) if self.states else beams
 
     def states_at(self, nodes: Sequence[int]) -> States:
         """[1, nodes, ...] under each constraint."""
-        return gather_states(self.states, self._on_device(nodes)) if self.states else self.states
+        return gather_search_states(self.states, self._on_device(nodes)) if self.states else self.states
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """[1, numbers] int64."""
         return async_tensor_h2d([[*numbers]], device=next(iter(self.states.values())).device, dtype=torch.int64)
 
     @classmethod
-    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
+    def affordable(cls, budget: SpeculationBudget, rules: SearchRules) -> SpeculationBudget:
         """What of a budget such a forest can use."""
         return budget
 
@@ -176,7 +176,7 @@ class ForestStep:
 
 def followed_forest_states(states: States, parents: torch.Tensor, tokens: torch.Tensor) -> States:
     """[1, nodes + n, ...], behind the states of some nodes those of n more; `parents`, `tokens`: [1, n] int64."""
-    before = gather_states(states, parents)
+    before = gather_search_states(states, parents)
     return {key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in states.items()}
 
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams, gather_states
-from vllm_trie.search.devices import filled, numbers, sees, uploaded
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Taken, packed
+from vllm_trie.search.beams import SearchBeams, gather_search_states
+from vllm_trie.search.devices import filled_for_search, is_searched_on_host, search_numbers, uploaded_for_search
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
 from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
@@ -32,8 +32,8 @@ from vllm_trie.worker.select.by_kernels import select_by_kernels
 class Walked(NamedTuple):
     """One step of G groups."""
 
-    taken: Taken
-    after: Beams  # what their rows carry then
+    taken: PackedSearchStep
+    after: SearchBeams  # what their rows carry then
 
 
 class VerifyingWalk:
@@ -67,18 +67,18 @@ class VerifyingWalk:
             own = np.array(forest.parents[first:], np.int64) * PARENT_UNIT + np.array(forest.tokens[first:], np.int64)
             order = own.argsort()
             keys[: len(own)], known[: len(own)], at[: len(of_group.at)] = own[order], order + first, of_group.at
-        return list(uploaded(children, self.device))
+        return list(uploaded_for_search(children, self.device))
 
     @property
     def device(self) -> torch.device:
         """Where it goes on."""
         return self._values.device
 
-    def __iter__(self) -> Iterator[Taken]:
+    def __iter__(self) -> Iterator[PackedSearchStep]:
         """Take the steps, one after the other."""
         groups = [of_group.forest_step.group for of_group in self.nodes]
         beams, width = beams_of_rows(groups), len(groups[0].row_ids)
-        nodes = numbers(width, self.device).expand(len(groups), width)
+        nodes = search_numbers(width, self.device).expand(len(groups), width)
         num_layers = max(of_group.forest_step.num_layers for of_group in self.nodes)
         all_rules = self.nodes[0].rules[: 1 + num_layers]
         for rules in all_rules:
@@ -91,12 +91,12 @@ class VerifyingWalk:
             nodes, is_drafted = self._next_nodes(taken, nodes)
             beams = self.steps[-1].after.only(is_drafted)
 
-    def _at_nodes(self, beams: Beams, nodes: torch.Tensor) -> Beams:
+    def _at_nodes(self, beams: SearchBeams, nodes: torch.Tensor) -> SearchBeams:
         """These beams with the states that they have at nodes [G, b]."""
         states = self.nodes[0].forest_step.states
-        return beams._replace(states=gather_states(states, nodes)) if states else beams
+        return beams._replace(states=gather_search_states(states, nodes)) if states else beams
 
-    def _take(self, rules: SelectRules, nodes: torch.Tensor, beams: Beams) -> Taken:
+    def _take(self, rules: SearchRules, nodes: torch.Tensor, beams: SearchBeams) -> PackedSearchStep:
         """One step from beams at `nodes` [G, b]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
         if launches.worker_runs_kernels_on(device) and (
@@ -104,10 +104,10 @@ class VerifyingWalk:
         ):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = KernelLogits.of(self._values, at, rules.stops)
-            return take(which, beams, numbers(len(at), device), nowhere)
+            return take(which, beams, search_numbers(len(at), device), nowhere)
         means = self.nodes[0].means(rules, cache(lambda: self._numbers(nodes[0])))
-        step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
-        return Taken(Going.of(step), *packed(step))
+        step = take_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
+        return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
 
     def _numbers(self, nodes: torch.Tensor) -> list[int]:
         """Of nodes [b] of the first group, as the host numbers them. Waits for the device."""
@@ -115,13 +115,15 @@ class VerifyingWalk:
         numbered: np.ndarray = np.searchsorted(self._grown[0].nodes, known) if self._grown else known
         return numbered.tolist()
 
-    def _next_nodes(self, taken: Taken, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_nodes(self, taken: PackedSearchStep, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The nodes [G, b] of beams that were drafted, and which these are."""
         tokens, parents = taken.going.tokens.long(), nodes.gather(1, taken.going.parents.long())
         keys = torch.add(tokens, parents, alpha=PARENT_UNIT)
         places = torch.searchsorted(self._keys, keys)
         is_drafted = self._keys.gather(1, places) == keys
-        return self._known.gather(1, places).where(is_drafted, filled((), ROOT_OF_DEAD, self.device)), is_drafted
+        return self._known.gather(1, places).where(
+            is_drafted, filled_for_search((), ROOT_OF_DEAD, self.device)
+        ), is_drafted
 
 
 def verifying_walks_of(nodes: Sequence[VerifiedForestNodes]) -> list[VerifyingWalk]:
@@ -129,6 +131,11 @@ def verifying_walks_of(nodes: Sequence[VerifiedForestNodes]) -> list[VerifyingWa
     alike = defaultdict(list)
     for number, of_group in enumerate(nodes):
         first = of_group.rules[0]
-        is_alone = sees(of_group.values.device) or first.is_controlled or first.constraints or first.stops.strings
+        is_alone = (
+            is_searched_on_host(of_group.values.device)
+            or first.is_controlled
+            or first.constraints
+            or first.stops.strings
+        )
         alike[number if is_alone else None, *of_group.rules].append(of_group)
     return [VerifyingWalk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from vllm_trie.search import spans
-from vllm_trie.search.devices import CopyToHost, uploaded, uploaded_together
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import SearchCopyToHost, uploaded_for_search, uploaded_together_for_search
 from vllm_trie.speculation.search.forest import ROOT, Forest
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests, grown_forests_on_host
 from vllm_trie.speculation.worker.forest_layout import Laid, TargetInputs, lay_out_forest
@@ -41,7 +41,7 @@ class GrownForests:
         new_blocks: Sequence[torch.Tensor],
     ) -> None:
         self.plans, self._growing, self._layout, self._new_blocks = plans, growing, layout, new_blocks
-        self._words = CopyToHost(growing.words)
+        self._words = SearchCopyToHost(growing.words)
         self.laid: Laid | None = None  # once there is a batch
         first = 0
         for plan in plans:
@@ -64,7 +64,9 @@ class GrownForests:
                 for starts in (batch.query_start_loc_np, batch.cu_num_logits_np)
             ]
             known.append(np.concatenate(places))
-            self.laid = self._room(*uploaded_together([at.astype(np.int64) for at in known], batch.positions.device))
+            self.laid = self._room(
+                *uploaded_together_for_search([at.astype(np.int64) for at in known], batch.positions.device)
+            )
         return self.laid
 
     def _room(self, tokens: torch.Tensor, logits: torch.Tensor, places: torch.Tensor) -> Laid:
@@ -125,7 +127,7 @@ class GrownForest:
     def read(self, drafted: np.ndarray, rows: np.ndarray, tables: np.ndarray) -> None:
         """Let the host know the forest; see `forest_growth.GrowingForests` for what it is made of."""
         plan, forest_step, sizes = self._plan, self._plan.forest_step, np.array(self._plan.sizes)
-        at = spans(np.array([part.first for part in plan.parts]), sizes)
+        at = search_spans(np.array([part.first for part in plan.parts]), sizes)
         layers, firsts = np.repeat(np.arange(len(sizes)), sizes), np.append(0, np.cumsum(sizes) - sizes)
         parents, tokens = drafted[:, at]
         is_draft = parents != NO_NODE
@@ -157,13 +159,15 @@ def children_in_grown_forests(grown: Sequence[GrownForest], at: np.ndarray | Non
     laid, places = grown[0].forests.laid, [one.place for one in grown]
     assert laid is not None
     first, end = places[0], places[0] + len(places)
-    own = slice(first, end) if places == [*range(first, end)] else uploaded(np.array(places), laid.keys.device)
+    own = (
+        slice(first, end) if places == [*range(first, end)] else uploaded_for_search(np.array(places), laid.keys.device)
+    )
     keys, nodes = laid.keys[own].sort(dim=1)
     if at is None:
         return keys, nodes, laid.at[own]
     of_places = np.zeros(laid.at.shape[1], np.int64)
     of_places[grown[0].nodes] = at
-    return keys, nodes, uploaded(of_places[None], laid.keys.device)
+    return keys, nodes, uploaded_for_search(of_places[None], laid.keys.device)
 
 
 def new_blocks_of_forests(plans: Sequence[ForestGrowthPlan]) -> list[np.ndarray]:

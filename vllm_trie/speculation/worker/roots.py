@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import uploaded_together
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.devices import uploaded_together_for_search
+from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.worker.forest_path import AcceptedPath
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
@@ -43,7 +43,7 @@ def forest_roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[in
     return [next(found) if roots is None else roots for roots in known]
 
 
-def forest_roots_after_path(path: AcceptedPath, newest: Step[np.ndarray]) -> ForestRoots | None:
+def forest_roots_after_path(path: AcceptedPath, newest: SearchStepResult[np.ndarray]) -> ForestRoots | None:
     """Those of a group that goes on from a path with all its rows; None if it does with one."""
     if len(newest.scores) < len(path.slots):
         return None
@@ -71,7 +71,7 @@ def _read_forest_roots(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence
     counts, widths = starts + 1 - firsts, [len(group.slots) for group in groups]
     slots = np.concatenate([group.slots for group in groups])
     places = np.repeat(starts, widths)[:, None] + np.arange(1 - counts.max(), 1)  # flush right
-    at, of_tokens = uploaded_together([slots, np.maximum(places, 0)], rows.device)
+    at, of_tokens = uploaded_together_for_search([slots, np.maximum(places, 0)], rows.device)
     held = [table.gpu[at, : last.max() + 1] for table, last in zip(tables.block_tables, columns, strict=True)]
     scores = [of_rows for group in groups for of_rows in (group.beams.scores, group.beams.compete_by)]
     parts = [*held, rows.all_tokens[at[:, None], of_tokens], *(of_rows.view(torch.int32) for of_rows in scores)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import sees
-from vllm_trie.search.step_result import Step, unpacked
+from vllm_trie.search.devices import is_searched_on_host
+from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.speculation.search.forest import draft_forest_layer
 from vllm_trie.speculation.worker.best_drafts import best_drafts_of_layer
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
@@ -46,13 +46,13 @@ class SearchedForestStep(ForestStep):
                 found[of_group] = of_group.forest_step.follow(walk, place, of_steps)
         return [found[of_group] for of_group in nodes]
 
-    def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[Step[np.ndarray]]) -> Found:
+    def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[SearchStepResult[np.ndarray]]) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
         A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on
         is better, no step depends on it.
         """
-        steps, beams, accepted = list[Step](), [list(range(self.num_beams))], [0]
+        steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], [0]
         unseen = DEAD
         for rules, step in zip(self.rules, taken, strict=False):
             if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
@@ -72,19 +72,19 @@ class SearchedForestStep(ForestStep):
         return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
 
 
-def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[Step[np.ndarray]]]]:
+def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[SearchStepResult[np.ndarray]]]]:
     """By walk and group: its steps, all of them by one copy; or one after the other, where there is nothing to copy."""
     device = walks[0].device
-    if sees(device):
-        return [[(unpacked(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]
+    if is_searched_on_host(device):
+        return [[(unpack_search_steps(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]
     taken = [[*walk] for walk in walks]
     words = torch.cat([step.words.flatten() for of_walk in taken for step in of_walk]).cpu().numpy()
-    on_host, at = list[list[Iterable[Step[np.ndarray]]]](), 0
+    on_host, at = list[list[Iterable[SearchStepResult[np.ndarray]]]](), 0
     for of_walk in taken:
         by_step = []
         for step in of_walk:
             size = step.words.numel()
-            by_step.append(unpacked(words[at : at + size].reshape(step.words.shape), step.layout))
+            by_step.append(unpack_search_steps(words[at : at + size].reshape(step.words.shape), step.layout))
             at += size
         on_host.append([*zip(*by_step, strict=True)])
     return on_host

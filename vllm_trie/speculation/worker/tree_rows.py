@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import MOST_DRAFTS
-from vllm_trie.search.devices import uploaded_together
+from vllm_trie.search.devices import uploaded_together_for_search
 from vllm_trie.speculation.worker.forest_path import AcceptedPath
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
@@ -85,7 +85,7 @@ class DraftTreeRows:
                 by_number[entry.number].append(entry)
         at = [np.concatenate([entry.at for entry in of_number], axis=1) for of_number in by_number.values()]
         blocks = [np.concatenate([entry.blocks for entry in of_number]) for of_number in by_number.values()]
-        on_device = uploaded_together([*arrays, *at, *blocks], self._rows.device)
+        on_device = uploaded_together_for_search([*arrays, *at, *blocks], self._rows.device)
         first, end = len(arrays), len(arrays) + len(by_number)
         for number, (rows, columns), of_number in zip(by_number, on_device[first:end], on_device[end:], strict=True):
             tables.block_tables[number].gpu[rows, columns] = of_number

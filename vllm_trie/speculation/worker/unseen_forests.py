@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import States
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.speculation.worker import forest_growth
 from vllm_trie.speculation.worker.best_drafts import rank_drafts_after_nodes
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
@@ -149,4 +149,4 @@ class DeviceForests:
         sizes = [plan.parts[number].size for plan in plans]
         firsts = np.repeat([plan.parts[number - 1].first for plan in plans], sizes)
         parents = self._growing.parents[forest_growth_layer(plans, number)].clamp(min=0)
-        return self._growing.slots[table][uploaded(firsts, self._device) + parents]
+        return self._growing.slots[table][uploaded_for_search(firsts, self._device) + parents]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import numbers, uploaded
+from vllm_trie.search.devices import search_numbers, uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows
 
 
@@ -96,7 +96,7 @@ class PrefixSuffixAttention:
         starts = np.append(query_starts[first_rows], query_starts[-1])
         lengths = shared[first_rows]
         parts = shared, starts, lengths, first_rows
-        packed = uploaded(np.concatenate(parts).astype(np.int32), tables.device)
+        packed = uploaded_for_search(np.concatenate(parts).astype(np.int32), tables.device)
         on_device, prefix_starts, prefix_lengths, at = torch.split(packed, [*map(len, parts)])
         most_shared = max(int(lengths.max()), block_size)
         self._num_tokens, self.most_keys = batch.num_actual_tokens, int(bounds.max())
@@ -108,7 +108,7 @@ class PrefixSuffixAttention:
             tables[:, : most_shared // block_size].index_select(0, at),
         )
         most_own = int((bounds - shared).max())
-        columns = (on_device // block_size)[:, None] + numbers(-(-most_own // block_size), tables.device)
+        columns = (on_device // block_size)[:, None] + search_numbers(-(-most_own // block_size), tables.device)
         own = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
         self._suffix = _AttentionRows(
             batch.query_start_loc, batch.max_query_len, batch.seq_lens - on_device, most_own, own

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_trie.compat.at_rest import RestsWithoutBeams
-from vllm_trie.search import spans
-from vllm_trie.search.devices import numbers, uploaded
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import search_numbers, uploaded_for_search
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 WORD = 64  # bits
@@ -150,7 +150,7 @@ def shared_attention_tokens(
     rows = np.concatenate([group.places for group in groups])
     counts = np.diff(query_starts)[rows]
     row_of_token = np.repeat(rows, counts)
-    seen = np.repeat(lengths[rows], counts) if sees_all else spans(lengths[rows] - counts + 1, counts)
+    seen = np.repeat(lengths[rows], counts) if sees_all else search_spans(lengths[rows] - counts + 1, counts)
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
     starts = np.append(0, counts.cumsum())[first_rows]
     tree_starts: np.ndarray = seen
@@ -164,7 +164,7 @@ def shared_attention_tokens(
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedAttentionTokens(
-        *(spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
+        *(search_spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
         [*_unseen_attention_tokens(groups, starts.tolist())],
@@ -191,7 +191,7 @@ def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.nd
     padded = [_padded_attention_masks(part, num_words) for part in parts]
     if there is None:
         return np.concatenate(padded)
-    on_device = [part if isinstance(part, torch.Tensor) else uploaded(part, there) for part in padded]
+    on_device = [part if isinstance(part, torch.Tensor) else uploaded_for_search(part, there) for part in padded]
     return on_device[0] if len(on_device) == 1 else torch.cat(on_device)
 
 
@@ -237,8 +237,8 @@ def device_first_attention_keys(trees: torch.Tensor, tree_starts: torch.Tensor, 
         tree_starts: [N] int32, likewise, on the device.
         window: Positions that each token sees.
     """
-    sees = (trees[..., None] >> numbers(WORD, trees.device) & 1).flatten(1)
+    sees = (trees[..., None] >> search_numbers(WORD, trees.device) & 1).flatten(1)
     from_here = sees.flip(1).cumsum(1).flip(1)
     in_tree, is_first = from_here[:, 0], (sees > 0) & (from_here == window)
-    first = (numbers(sees.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
+    first = (search_numbers(sees.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
     return (tree_starts + first).clamp(min=0).int()

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search import spans
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import (
     WORD,
     Layer,
@@ -58,13 +58,17 @@ class TritonAttentionPlan:
         counts = np.diff(shared.starts)
         num_tiles = -(-counts // per_tile)
         of_group = np.repeat(np.arange(len(counts)), num_tiles)
-        first = shared.starts[:-1][of_group] + spans(0, num_tiles) * per_tile
+        first = shared.starts[:-1][of_group] + search_spans(0, num_tiles) * per_tile
         end = np.minimum(first + per_tile, shared.starts[1:][of_group])
         tiles = np.stack([first, end, shared.num_shared[of_group]])
         of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts), shared.tree_starts])
-        self._trees = shared.trees if isinstance(shared.trees, torch.Tensor) else uploaded(shared.trees, device)
+        self._trees = (
+            shared.trees if isinstance(shared.trees, torch.Tensor) else uploaded_for_search(shared.trees, device)
+        )
         self._has_trees = bool((shared.tree_starts < shared.lengths).any())
-        self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
+        self._tiles, self._tokens = (
+            uploaded_for_search(array.astype(np.int32), device) for array in (tiles, of_tokens)
+        )
         for tokens, of_rows, of_lengths in shared.unseen:
             self._tokens[1, tokens], self._lengths[tokens] = of_rows, of_lengths
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
@@ -129,7 +133,7 @@ class TritonAttentionPlan:
         if isinstance(self.shared.trees, torch.Tensor):
             tree_starts = torch.minimum(self._tokens[3], self._lengths)
             return self._lengths - device_first_attention_keys(self.shared.trees, tree_starts, window)
-        return uploaded(self.shared.lengths - first_attention_keys(self.shared, window), self._tables.device)
+        return uploaded_for_search(self.shared.lengths - first_attention_keys(self.shared, window), self._tables.device)
 
 
 def warps_of_attention_tile(head_size: int) -> int:
@@ -330,5 +334,5 @@ def _attend_once_to_warm_up(layer: Layer, has_tree: bool) -> None:
     )
     num_heads, head_size = layer.heads[0], layer.kv_cache.shape[3] // 2
     queries = layer.kv_cache.new_zeros(1, num_heads, head_size)
-    plan = TritonAttentionPlan(shared, uploaded(one, queries.device), layer.table, layer.heads)
+    plan = TritonAttentionPlan(shared, uploaded_for_search(one, queries.device), layer.table, layer.heads)
     plan.attend(queries, torch.empty_like(queries), layer.kv_cache, layer.scoring)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from vllm_trie.search import spans
+from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
 
 
@@ -20,7 +20,7 @@ def prepare_draft_prefill_inputs_on_cpu(
     starts = query_start_loc[: num_rows + 1]
     lengths = np.diff(starts)
     num_accepted, num_tokens = lengths - num_rejected[:num_rows], int(starts[-1]) + num_rows
-    out_starts, local = starts[:-1] + np.arange(num_rows), spans(0, lengths + 1)
+    out_starts, local = starts[:-1] + np.arange(num_rows), search_spans(0, lengths + 1)
     row = np.repeat(np.arange(num_rows), lengths + 1)
     is_accepted = local < num_accepted[row]
     tokens = np.where(is_accepted, target_input_ids[np.where(is_accepted, starts[row] + local, 0)], 0)
@@ -44,7 +44,7 @@ def prepare_head_prefill_inputs_on_cpu(
     num_rows = len(idx_mapping)
     starts, num_tokens = query_start_loc[:num_rows], int(query_start_loc[num_rows])
     num_accepted = np.diff(query_start_loc[: num_rows + 1]) - num_rejected[:num_rows]
-    last, accepted = starts + num_accepted - 1, spans(starts, num_accepted)
+    last, accepted = starts + num_accepted - 1, search_spans(starts, num_accepted)
     newest = last_sampled.reshape(-1)[idx_mapping], next_prefill_tokens.reshape(-1)[idx_mapping]
     draft_input_ids[accepted] = target_input_ids[np.minimum(accepted + 1, num_tokens - 1)]
     draft_input_ids[last] = np.where(num_sampled[:num_rows] > 0, *newest)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_trie.search import spans
+from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 
 WORD_BYTES = 4  # in which strides and sizes of segments of KV blocks are given
@@ -46,7 +46,7 @@ def prepare_pos_seq_lens_on_cpu(
     num_tokens, computed = query_start_loc[num_rows], num_computed_tokens[idx_mapping]
     seq_lens[:num_rows] = computed + lengths
     seq_lens[num_rows:] = 0
-    pos[:num_tokens] = computed if num_tokens == num_rows else spans(computed, lengths)
+    pos[:num_tokens] = computed if num_tokens == num_rows else search_spans(computed, lengths)
 
 
 @kernel_on_cpu("mm.rope:_prepare_rope_positions_kernel")
@@ -56,7 +56,7 @@ def prepare_rope_positions_on_cpu(
 ) -> None:  # fmt: skip
     """M-RoPE positions [D, T]: those of a prompt lie in prefill_positions [S * D, L], what follows goes on evenly."""
     starts, computed = query_start_loc[: len(idx_mapping) + 1], num_computed_tokens[idx_mapping]
-    positions[:, : starts[-1]] = spans(computed + prefill_delta[idx_mapping], np.diff(starts))
+    positions[:, : starts[-1]] = search_spans(computed + prefill_delta[idx_mapping], np.diff(starts))
     for row in np.flatnonzero(computed < prefill_lens[idx_mapping]):
         of_slot = slice(num_dims * idx_mapping[row], num_dims * (idx_mapping[row] + 1))
         start, end, first = starts[row], starts[row + 1], computed[row]
@@ -78,8 +78,8 @@ def combine_sampled_and_draft_tokens_on_cpu(
         input_ids[last[decodes]] = newest[idx_mapping[decodes]]
         return
     num_logits = np.diff(cu_num_logits[: num_rows + 1])
-    starts, local = ends - num_logits, spans(0, num_logits)
-    logits_indices[:] = spans(starts, num_logits)
+    starts, local = ends - num_logits, search_spans(0, num_logits)
+    logits_indices[:] = search_spans(starts, num_logits)
     has_sampled = decodes & (lengths - num_logits >= prefill)
     input_ids[starts[has_sampled]] = newest[idx_mapping[has_sampled]]
     is_draft = (local > 0) & np.repeat(decodes, num_logits)
@@ -94,7 +94,7 @@ def expand_idx_mapping_on_cpu(
     """The slot of each row of logits [N], and its place among those of its request [N]."""
     num_logits = np.diff(cu_num_logits[: len(idx_mapping) + 1])
     expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
-    expanded_local_pos[:] = spans(0, num_logits)
+    expanded_local_pos[:] = search_spans(0, num_logits)
 
 
 @kernel_on_cpu("input_batch:_get_num_sampled_and_rejected_kernel")
@@ -153,7 +153,7 @@ def prompt_logprobs_token_ids_on_cpu(
 ) -> None:  # fmt: skip
     """The token [T] that follows each token of a batch."""
     lengths = np.diff(query_start_loc[: len(idx_mapping) + 1])
-    place = spans(num_computed_tokens[idx_mapping] + 1, lengths)
+    place = search_spans(num_computed_tokens[idx_mapping] + 1, lengths)
     place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
     prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_trie.search.constraints.grammar import unpacked_mask
+from vllm_trie.search.constraints.grammar import unpacked_constraint_mask
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
 
 MINUS_INFINITY = float("-inf")
@@ -44,7 +44,7 @@ def apply_penalties_on_cpu(
     for back in range(int(num_drafts.max()) if len(rows) else 0):
         has = (num_drafts > back).nonzero()[:, 0]
         counts[has, token_ids[rows[has] - back].long()] += 1
-    was_in_prompt = unpacked_mask(prompt_bin_mask[slots], logits.shape[1])
+    was_in_prompt = unpacked_constraint_mask(prompt_bin_mask[slots], logits.shape[1])
     scale = torch.where(was_in_prompt | (counts > 0), repetition[rows, None], 1.0)
     values *= torch.where(values > 0, 1.0 / scale, scale)
     values -= frequency[rows, None] * counts
@@ -131,4 +131,4 @@ def apply_grammar_bitmask_on_cpu(
     request, place = np.divmod(logits_indices, mask_stride)
     is_active = torch.from_numpy(place < cu_num_logits[request + 1] - cu_num_logits[request])
     row = torch.from_numpy(cu_num_logits[request] + place)[is_active].long()
-    logits[row] = logits[row].masked_fill(~unpacked_mask(bitmask[is_active], vocab_size), MINUS_INFINITY)
+    logits[row] = logits[row].masked_fill(~unpacked_constraint_mask(bitmask[is_active], vocab_size), MINUS_INFINITY)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_trie.search import spans
+from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, draw_tokens_on_cpu
 
@@ -32,7 +32,7 @@ def gather_draft_sampled_on_cpu(
 @kernel_on_cpu("spec_decode.rejection_sampler:_flatten_sampled_kernel")
 def flatten_sampled_on_cpu(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
     """Lay out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
-    row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), spans(0, num_sampled)
+    row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), search_spans(0, num_sampled)
     flat_sampled[cu_num_logits[row] + local] = sampled[row, local]
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems
-from vllm_trie.search.step_result import Taken
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker.kv.reorder import Tables
 
 if TYPE_CHECKING:
@@ -31,18 +31,20 @@ class KernelStepSizes(NamedTuple):
     most_children: int = 0  # of the nodes that rows are at, or more; 0: along no catalog
 
     @staticmethod
-    def of(beams: Beams, vocab_size: int) -> KernelStepSizes:
+    def of(beams: SearchBeams, vocab_size: int) -> KernelStepSizes:
         """What rows carry that take it, and tokens of each row's logits."""
         num_rows = beams.scores.shape[1]
-        if not beams.states or (along := cast(AlongItems | None, beams.sparse)) is None:
+        if not beams.states or (along := cast(ConstraintAlongItems | None, beams.sparse)) is None:
             return KernelStepSizes(num_rows, vocab_size)
         return KernelStepSizes(num_rows, vocab_size, along.trie.most_children_at(beams.length))
 
 
 class TakeStep(Protocol):
-    """A step of groups with equal rules, as `search.step.take_step` takes it: what depends on no logits is planned."""
+    """A step of groups with equal rules, by `search.step.take_search_step`: what depends on no logits is planned."""
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """Take it.
 
         Args:

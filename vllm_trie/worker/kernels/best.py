@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import Pruning
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import SearchPruning
 from vllm_trie.search.rank import TILE
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout, Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
@@ -41,15 +41,19 @@ from vllm_trie.worker.kernels.tiles import (
 
 SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
 KEYS_AT_A_TIME = 1024  # that it puts in order
-SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypotheses finish; in kernels by number
-HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
+SEMANTICS = (
+    BestStrategy("hf"),
+    BestStrategy("tridecode"),
+    BestStrategy("vllm"),
+)  # what says which hypotheses finish; in kernels by number
+HF, VLLM = tl.constexpr(SEMANTICS.index(BestStrategy("hf"))), tl.constexpr(SEMANTICS.index(BestStrategy("vllm")))
 
 
-def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; `wide` takes those of more beams."""
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.constraints) == (Pruning(), ())
+        and (rules.pruning, rules.constraints) == (SearchPruning(), ())
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
@@ -61,7 +65,7 @@ def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
 class KernelBestStep(TakeStep):
     """Takes a step by such rules."""
 
-    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         num_rows, vocab_size, _ = sizes
         self._width, self._slots = rules.width, kernel_slots_of(rules.width)
         self._temperature = rules.filters.temperature
@@ -75,7 +79,9 @@ class KernelBestStep(TakeStep):
         self._sizes = kernel_sizes_to_select(self._slots, self._slots)
         self._num_warps = warps_to_select(self._sizes["lanes"])
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
         logits = logits._replace(temperature=self._temperature)
         scores, tiles, device = beams.scores.contiguous(), launch_tile_maxima(logits), places.device
@@ -93,13 +99,13 @@ class KernelBestStep(TakeStep):
         )  # fmt: skip
         if self._layout.top_shape is not None:
             launch_report(logits, tiles, words, self._layout)
-        return Taken(Going(parents, tokens, next_scores), words, self._layout)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
 
 
-def _wanted_by_kernels(rules: SelectRules) -> Wanted:
+def _wanted_by_kernels(rules: SearchRules) -> Wanted:
     """Of each row as many as may go on, and as may finish."""
     slots, lists = kernel_slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
-    if rules.strategy == Best("vllm"):
+    if rules.strategy == BestStrategy("vllm"):
         return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
     return Wanted(rules.width, slots, rules.filters, lists)
 
@@ -109,17 +115,17 @@ def kernel_slots_of(width: int) -> int:
     return next(slots for slots in SLOTS if slots >= width)
 
 
-def kernel_layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
+def kernel_layout_of(rules: SearchRules, num_rows: int, vocab_size: int) -> SearchResultLayout:
     """How a step is packed."""
     width, num_ended = rules.width, rules.width if rules.stops.ending_token_ids else 0
-    if rules.strategy != Best("vllm") or rules.is_last:
+    if rules.strategy != BestStrategy("vllm") or rules.is_last:
         num_ended += rules.num_beams or width
     ints, floats = [width, width, num_ended, num_ended], [width, num_ended]
     if rules.num_logprobs is None:
-        return Layout(ints, floats, None, False)
+        return SearchResultLayout(ints, floats, None, False)
     top_shape = torch.Size([num_rows, min(rules.num_logprobs, vocab_size)])
     reported = [width, num_ended, top_shape.numel()]
-    return Layout(ints + reported, floats + reported, top_shape, False)
+    return SearchResultLayout(ints + reported, floats + reported, top_shape, False)
 
 
 def kernel_sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
@@ -135,7 +141,7 @@ def warps_to_select(lanes: int) -> int:
 
 @triton.jit
 def into_slots_in_kernel(parent, alive, slot, width, count: tl.constexpr):
-    """Which of `count` candidates each slot takes, `count` where it takes none: see `search.slots.choose`."""
+    """Which of `count` candidates each slot takes, `count` for none, see `search.slots.choose_search_slots`."""
     rank = tl.arange(0, count)
     is_child = (parent[None, :] == slot[:, None]) & alive[None, :]
     first_child = tl.min(tl.where(is_child, rank[None, :], count), axis=1)
@@ -246,7 +252,7 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         for rules in _kernel_variants(serving.most_beams):
-            own = Beams(torch.zeros(1, 1, device=serving.device))
+            own = SearchBeams(torch.zeros(1, 1, device=serving.device))
             if can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
                 KernelBestStep(rules, sizes)(KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
 
@@ -256,9 +262,11 @@ def kernel_slots_up_to(most_beams: int) -> list[int]:
     return [slots for below, slots in zip((0, *SLOTS), SLOTS, strict=False) if below < most_beams]
 
 
-def _kernel_variants(most_beams: int) -> Iterator[SelectRules]:
+def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
     """Rules of each number of slots, of which a row's best are kept once or twice as many, and that report."""
     for slots in kernel_slots_up_to(most_beams):
-        yield from (SelectRules(slots, strategy, Stops((0,))) for strategy in (Best(), Best("vllm")))
+        yield from (
+            SearchRules(slots, strategy, StopConstraints((0,))) for strategy in (BestStrategy(), BestStrategy("vllm"))
+        )
     for num_logprobs in REPORTED:
-        yield SelectRules(SLOTS[0], Best(), num_logprobs=num_logprobs)
+        yield SearchRules(SLOTS[0], BestStrategy(), num_logprobs=num_logprobs)

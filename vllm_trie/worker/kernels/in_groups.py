@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import constant
-from vllm_trie.search.filters import Pruning
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import search_constant
+from vllm_trie.search.filters import SearchPruning
 from vllm_trie.search.rank import TILE
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout, Taken
-from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     HF,
@@ -64,11 +64,11 @@ class Groups(NamedTuple):
     width: int  # beams of each
 
 
-def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
-        isinstance(rules.strategy, InGroups)
-        and (rules.pruning, rules.constraints, rules.num_logprobs) == (Pruning(), (), None)
+        isinstance(rules.strategy, DiverseGroupsStrategy)
+        and (rules.pruning, rules.constraints, rules.num_logprobs) == (SearchPruning(), (), None)
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
@@ -76,17 +76,17 @@ def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
     )
 
 
-def kernel_groups_of(rules: SelectRules) -> Groups:
+def kernel_groups_of(rules: SearchRules) -> Groups:
     """What rules say of groups of beams."""
-    number = cast(InGroups, rules.strategy).number
+    number = cast(DiverseGroupsStrategy, rules.strategy).number
     return Groups(number, rules.width // number)
 
 
 class KernelStepInGroups(TakeStep):
     """Takes a step by such rules."""
 
-    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
-        strategy, (number, width) = cast(InGroups, rules.strategy), kernel_groups_of(rules)
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
+        strategy, (number, width) = cast(DiverseGroupsStrategy, rules.strategy), kernel_groups_of(rules)
         self._num_beams, self._temperature, self._done = rules.width, rules.filters.temperature, strategy.done
         self._rows_of_group, ending = min(sizes.num_rows, width), width if rules.stops.ending_token_ids else 0
         kept = next(kept for kept in KEPT if kept >= rules.width)
@@ -94,7 +94,7 @@ class KernelStepInGroups(TakeStep):
         wanted = Wanted(rules.width, kept, rules.filters, BOTH if ending else BOTH[:1])
         self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
         sides = [rules.width, number * (width + ending)]
-        self._layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
+        self._layout = SearchResultLayout([side for side in sides for _ in range(2)], sides, None, False)
         self._num_ints, self._num_words = 2 * sum(sides), 3 * sum(sides)
         num_bits = NUM_SCORE_BITS + (self._rows_of_group * sizes.vocab_size).bit_length()
         padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
@@ -103,7 +103,9 @@ class KernelStepInGroups(TakeStep):
         self._room = 4 * self._sizes["slots"] + 2 * self._sizes["lanes"]
         self._num_warps = warps_to_select(self._sizes["lanes"])
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
         logits = logits._replace(temperature=self._temperature)
         scores, device, num_searches = beams.scores.contiguous(), places.device, len(beams.scores)
@@ -111,13 +113,13 @@ class KernelStepInGroups(TakeStep):
         words = torch.empty(num_searches, self._num_words, dtype=torch.int32, device=device)
         order = torch.empty(num_searches, self._room, dtype=torch.int64, device=device)
         parents, tokens, taken = torch.empty(3, num_searches, self._num_beams, dtype=torch.int64, device=device)
-        next_scores, done = scores.new_empty(num_searches, self._num_beams), constant(self._done, device)
+        next_scores, done = scores.new_empty(num_searches, self._num_beams), search_constant(self._done, device)
         _select_in_groups_kernel[num_searches,](
             *logits.arguments, ranked.normal, scores, ranked.keys, *self._of_rows, done, len(done), self._is_last,
             order, parents, tokens, next_scores, taken, words, self._num_words, self._num_ints, places, sampled,
             sampled.stride(0), **self._sizes, num_warps=self._num_warps, enable_fp_fusion=False,
         )  # fmt: skip
-        return Taken(Going(parents, tokens, next_scores), words, self._layout)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
 
 
 @triton.jit
@@ -210,11 +212,11 @@ def _select_in_groups_kernel(
 def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step for each number of slots, of searches and of their groups."""
     nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
-    own = Beams(torch.zeros(1, 1, device=serving.device))
+    own = SearchBeams(torch.zeros(1, 1, device=serving.device))
     for logits in serving.logits:
         for slots in kernel_slots_up_to(serving.most_beams):
             for width in (SLOTS[0] // 2, *(slots // 2 for slots in SLOTS[1:])):
-                rules = SelectRules(slots, InGroups(slots // width, 1.0, None)) if width < slots else None
+                rules = SearchRules(slots, DiverseGroupsStrategy(slots // width, 1.0, None)) if width < slots else None
                 if rules is not None and can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
                     KernelStepInGroups(rules, sizes)(
                         KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone()

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
-from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout, Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
+from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
@@ -55,19 +55,19 @@ ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 
 
-def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; `wide_catalog` takes those of more beams, or children."""
     return kernels_take_items_alone(rules) and rules.width <= SLOTS[-1] and sizes.most_children <= CHILDREN[-1]
 
 
-def kernels_take_items_alone(rules: SelectRules) -> bool:
+def kernels_take_items_alone(rules: SearchRules) -> bool:
     """Whether beams go along a catalog, each one item, and kernels know what else is asked."""
     items = rules.items
     if items is None or rules.constraints != (items,) or not items.is_plain:
         return False
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.num_logprobs) == (Pruning(), None)
+        and (rules.pruning, rules.num_logprobs) == (SearchPruning(), None)
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
     )
@@ -76,7 +76,7 @@ def kernels_take_items_alone(rules: SelectRules) -> bool:
 class KernelStepAlongItems(TakeStep):
     """Takes a step by such rules."""
 
-    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         self._width, self._temperature = rules.width, rules.filters.temperature
         self._count = count = rules.num_beams or rules.width
         self._children = next(children for children in CHILDREN if children >= sizes.most_children)
@@ -84,16 +84,18 @@ class KernelStepAlongItems(TakeStep):
         self._sizes_to_rank = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), self._children)
         num_bits = NUM_SCORE_BITS + (sizes.num_rows * self._children).bit_length()
         self._how_to_select, self._may_end = (sizes.num_rows, count, num_bits), not rules.stops.are_barred
-        self._layout = Layout([self._width, self._width, count, count], [self._width, count], None, False)
+        self._layout = SearchResultLayout([self._width, self._width, count, count], [self._width, count], None, False)
         self._slots = kernel_slots_of(self._width)
         self._sizes = kernel_sizes_to_select(self._slots, self._slots)
         self._num_warps = warps_to_select(2 * self._sizes["lanes"])
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
         logits = logits._replace(temperature=self._temperature)
         (num_groups, num_rows), device = beams.scores.shape, places.device
-        ((along, states),) = cast(dict[AlongItems, torch.Tensor], beams.states).items()
+        ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
         scores, states, trie, tiles = (
             beams.scores.contiguous(),
             states.contiguous(),
@@ -116,7 +118,9 @@ class KernelStepAlongItems(TakeStep):
             next_scores, targets, words, places, sampled, sampled.stride(0), self._may_end, self._children,
             **self._sizes, num_warps=self._num_warps,
         )  # fmt: skip
-        return Taken(Going(parents, tokens, next_scores, states={along: targets}), words, self._layout)
+        return PackedSearchStep(
+            NextSearchBeams(parents, tokens, next_scores, states={along: targets}), words, self._layout
+        )
 
 
 def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]:
@@ -214,13 +218,13 @@ def _select_items_kernel(
 
 def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step for each number of slots, and of children."""
-    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
+    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemConstraint("")
     for most_children in CHILDREN:
-        trie = ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
+        trie = ConstraintTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
         along, row = rules.on({"": trie}, ()), nothing[:1]
-        beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
+        beams = SearchBeams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
         for slots in kernel_slots_up_to(serving.most_beams):
             for logits in serving.logits:
-                of_items = SelectRules(slots, Best(), constraints=(rules,))
+                of_items = SearchRules(slots, BestStrategy(), constraints=(rules,))
                 take = KernelStepAlongItems(of_items, KernelStepSizes.of(beams, logits.shape[1]))
                 take(KernelLogits.of(logits, row), beams, row, row[None].clone())

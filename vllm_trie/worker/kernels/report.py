@@ -1,4 +1,4 @@
-"""Log-probabilities that a step reports, in two launches; `search.step.reported` has it in torch."""
+"""Log-probabilities that a step reports, in two launches; `search.step.reported_search_step` has it in torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.devices import filled
+from vllm_trie.search.devices import filled_for_search
 from vllm_trie.search.rank import TILE
-from vllm_trie.search.step_result import Layout
+from vllm_trie.search.step_result import SearchResultLayout
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, key_score_in_kernel, sort_keys_in_kernel
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
@@ -33,18 +33,18 @@ def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
     return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
-def launch_report(logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor, layout: Layout) -> None:
+def launch_report(logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor, layout: SearchResultLayout) -> None:
     """Write the log-probabilities that are reported: of each row the best, and of beams and what finishes their own.
 
     Args:
         logits: Of all rows.
         tiles: Theirs.
-        words: [G, n] int32, what was decided, see `search.step_result.packed`.
+        words: [G, n] int32, what was decided, see `search.step_result.pack_search_step`.
         layout: Of these words.
     """
     assert layout.top_shape is not None
     num_groups, (num_rows, num_tops), (width, count) = len(words), layout.top_shape, layout.floats[:2]
-    nothing, most = filled((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
+    nothing, most = filled_for_search((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
     kept = next(kept for kept in REPORTED if kept >= most)
     tops = KernelRowRanking(Wanted(most, kept), logits.values.shape[1])(logits, tiles, nothing, num_rows)
     _write_logprobs_kernel[width + count + num_rows, num_groups](

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.slots import select_next as select_next_in_torch
+from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.slots import choose_next_search_beams as select_next_in_torch
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.launches import next_power_of_2
 
@@ -18,9 +18,9 @@ MOST_SLOTS = 1024  # of a program of `_select_next_kernel`; of more it would spi
 
 
 def launch_select_next(
-    candidates: Candidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
-) -> Candidates[torch.Tensor]:
-    """What `search.slots.select_next` does, by one program per group; by torch itself where groups are too wide.
+    candidates: SearchCandidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
+) -> SearchCandidates[torch.Tensor]:
+    """What `search.slots.choose_next_search_beams` does, by one program per group; by torch where groups are too wide.
 
     Args:
         candidates: [G, K], the best first.
@@ -35,7 +35,7 @@ def launch_select_next(
     chunk, num_warps = kernel_candidates_at_once(slots), warps_to_select_next(slots)
     ranked = *(field.contiguous() for field in candidates), lives.contiguous().view(torch.int8)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=lives.device)
-    beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=lives.device))
+    beams = SearchCandidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=lives.device))
     _select_next_kernel[num_groups,](
         *ranked, count, *beams, width, num_rows, slots=slots, chunk=chunk, num_warps=num_warps
     )
@@ -122,6 +122,6 @@ def _select_next_kernel(
 def warm_up_kernels(serving: KernelVariants) -> None:
     """Launch the kernel for each number of slots."""
     nothing = torch.zeros(1, 1, dtype=torch.int64, device=serving.device)
-    candidates = Candidates(nothing, nothing, nothing.float())
+    candidates = SearchCandidates(nothing, nothing, nothing.float())
     for width in serving.widths:
         launch_select_next(candidates, nothing.bool(), width, 1)

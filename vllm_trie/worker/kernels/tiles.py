@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
-from vllm_trie.search.devices import NEVER, kept_within, uploaded
-from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, StopConstraints
+from vllm_trie.search.devices import NEVER, cached_search_tensors_within, uploaded_for_search
+from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.token_tables import BYTES_OF_ID, TABLE_BYTES
 from vllm_trie.worker.kernels.order_keys import (
@@ -34,7 +34,7 @@ from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 TILES = 64  # of a block
 BLOCK = TILES * TILE  # tokens
-NO_STOPS = Stops()
+NO_STOPS = StopConstraints()
 MOST_TILES = 4096  # of a row; of more a program would spill
 MOST_PER_ROW = 128  # continuations of a row that are ranked, likewise
 TILE_BITS = tl.constexpr(TILE.bit_length() - 1)
@@ -48,7 +48,7 @@ class KernelLogits(NamedTuple):
     Args:
         values: [N, V], of any floating point type.
         which: [R] int64.
-        classes: [V] int8, see `Stops.classes`.
+        classes: [V] int8, see `StopConstraints.classes`.
         mixed: [B] int32, which of the blocks in which not all tokens go on each is, from 1 on; else 0.
         num_mixed: M, as many as these or more.
         temperature: That divides them.
@@ -62,7 +62,7 @@ class KernelLogits(NamedTuple):
     temperature: float = 1.0
 
     @staticmethod
-    def of(values: torch.Tensor, which: torch.Tensor, stops: Stops = NO_STOPS) -> KernelLogits:
+    def of(values: torch.Tensor, which: torch.Tensor, stops: StopConstraints = NO_STOPS) -> KernelLogits:
         """Those of rows that may end with, or may not take, what `stops` say."""
         vocab_size, device, last = values.shape[1], values.device, stops.last_token_ids
         mixed = _mixed_blocks_for_kernels(last, vocab_size, device)
@@ -75,13 +75,13 @@ class KernelLogits(NamedTuple):
         return values, self.which, values.stride(0), values.shape[1], self.classes, self.mixed, float(self.temperature)
 
 
-@kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+@cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
 def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
     """[B] int32, see `KernelLogits`: blocks that have any of these tokens."""
     of_tokens, blocks = np.array(token_ids, dtype=np.int64), np.zeros(cdiv(vocab_size, BLOCK), dtype=np.int32)
     mixed = np.unique(of_tokens[(of_tokens >= 0) & (of_tokens < vocab_size)] // BLOCK)
     blocks[mixed] = np.arange(1, 1 + len(mixed))
-    return uploaded(blocks, device)
+    return uploaded_for_search(blocks, device)
 
 
 class KernelTiles(NamedTuple):
@@ -118,7 +118,7 @@ class Wanted(NamedTuple):
 
     num_best: int
     kept: int
-    filters: LogitsFilters = LogitsFilters()
+    filters: SearchFilters = SearchFilters()
     lists: tuple[int, ...] = (ALLOWED.value,)
     among_best: int = 0
 
@@ -174,12 +174,12 @@ class KernelRowRanking:
 WARPS_TO_READ = 4
 
 
-def can_filter_in_kernels(filters: LogitsFilters) -> bool:
+def can_filter_in_kernels(filters: SearchFilters) -> bool:
     """Whether kernels filter so: what needs a row's maximum, and nothing that needs its order."""
     return (filters.top_k, filters.top_p) == (0, 1.0)
 
 
-def kernel_log_min_p(filters: LogitsFilters) -> float:
+def kernel_log_min_p(filters: SearchFilters) -> float:
     """How far below a row's best a log-probability may be: at most 0, or -inf."""
     return log(filters.min_p) if filters.min_p > 0 else NEVER
 

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     HF,
@@ -43,15 +43,15 @@ MOST_BLOCKS = 128  # of a row, that kernels are compiled for
 MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses: it is counted what is better in each row
 
 
-def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     vocab_size = sizes.vocab_size
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.constraints) == (Pruning(), ())
+        and (rules.pruning, rules.constraints) == (SearchPruning(), ())
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
-        and (rules.strategy != Best("vllm") or len(rules.stops.ending_token_ids) <= MOST_ENDS)
+        and (rules.strategy != BestStrategy("vllm") or len(rules.stops.ending_token_ids) <= MOST_ENDS)
         and (rules.num_logprobs is None or can_report_by_kernels(rules.num_logprobs, vocab_size))
         and vocab_size <= MOST_BLOCKS * BLOCK
         and kernels_have_keys(rules.width, vocab_size)
@@ -61,17 +61,19 @@ def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
 class KernelWideStep(TakeStep):
     """Takes a step by such rules."""
 
-    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         num_rows, self._vocab_size, _ = sizes
         self._filters, self._width, self._most = rules.filters, rules.width, rules.num_beams or rules.width
-        self._stops = rules.stops if rules.strategy == Best("vllm") else Stops()
+        self._stops = rules.stops if rules.strategy == BestStrategy("vllm") else StopConstraints()
         self._count = min(rules.width, num_rows * self._vocab_size)
         self._layout = layout = kernel_layout_of(rules, num_rows, self._vocab_size)
         self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
         self._num_rows = num_rows
         self._how = self._width, self._most, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
         logits = logits._replace(temperature=self._filters.temperature)
         scores, tiles, device = beams.scores.contiguous(), launch_tile_maxima(logits), places.device
@@ -82,7 +84,7 @@ class KernelWideStep(TakeStep):
             launch_report(logits, tiles, taken.words, self._layout)
         return taken
 
-    def select(self, keys: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def select(self, keys: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor) -> PackedSearchStep:
         """Say what finishes, and what goes on in which slot, of what is ranked.
 
         Args:
@@ -99,7 +101,7 @@ class KernelWideStep(TakeStep):
             next_scores, words, self._num_words, self._num_ints, places, sampled, sampled.stride(0), part=PART,
             num_warps=NUM_WARPS,
         )  # fmt: skip
-        return Taken(Going(parents, tokens, next_scores), words, self._layout)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
 
 
 @triton.jit
@@ -201,6 +203,9 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step."""
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
-        own, rules = Beams(torch.zeros(1, 1, device=serving.device)), SelectRules(1, Best(), Stops((0,)))
+        own, rules = (
+            SearchBeams(torch.zeros(1, 1, device=serving.device)),
+            SearchRules(1, BestStrategy(), StopConstraints((0,))),
+        )
         if can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
             KernelWideStep(rules, sizes)(KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())

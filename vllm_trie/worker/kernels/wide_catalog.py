@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.rank import TILE
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout, Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import write_ended_in_kernel
 from vllm_trie.worker.kernels.items import kernels_take_items_alone
@@ -56,7 +56,7 @@ CHILDREN_AT_A_TIME = 256  # that a program looks at
 WARPS_TO_RANK = 4
 
 
-def can_take_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> bool:
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return kernels_take_items_alone(rules) and kernels_have_keys(rules.width, _kernel_room_for_children(sizes))
 
@@ -69,7 +69,7 @@ def _kernel_room_for_children(sizes: KernelStepSizes) -> int:
 class KernelWideStepAlongItems(TakeStep):
     """Takes a step by such rules."""
 
-    def __init__(self, rules: SelectRules, sizes: KernelStepSizes) -> None:
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         self._width, self._temperature = rules.width, rules.filters.temperature
         self._count, self._room = rules.num_beams or rules.width, _kernel_room_for_children(sizes)
         self._how_to_rank = sizes.num_rows, self._room, kernel_log_min_p(rules.filters)
@@ -78,15 +78,17 @@ class KernelWideStepAlongItems(TakeStep):
             not rules.stops.are_barred,
         )
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
         (num_groups, num_rows), device, width = beams.scores.shape, places.device, self._width
-        ((along, states),) = cast(dict[AlongItems, torch.Tensor], beams.states).items()
+        ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
         states, trie = states.contiguous(), along.trie
         nodes = states, trie.first_child, trie.tokens
         keys = self._best_items(logits._replace(temperature=self._temperature), beams.scores.contiguous(), nodes)
         count = keys.shape[1]
-        layout = Layout([width, width, count, count], [width, count], None, False)
+        layout = SearchResultLayout([width, width, count, count], [width, count], None, False)
         words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
         parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
         by_slot = parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device)
@@ -95,7 +97,7 @@ class KernelWideStepAlongItems(TakeStep):
             keys, num_rows, self._room, count, width, *nodes, trie.is_item.view(torch.int8), self._may_end, *slots,
             *by_slot, targets, words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
         )  # fmt: skip
-        return Taken(Going(*by_slot, states={along: targets}), words, layout)
+        return PackedSearchStep(NextSearchBeams(*by_slot, states={along: targets}), words, layout)
 
     def _best_items(self, logits: KernelLogits, scores: torch.Tensor, nodes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """[2 * G, K] int64, order keys, in order: of each group's best children, then of its best that have some.
@@ -263,10 +265,10 @@ def _select_wide_items_kernel(
 
 def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step."""
-    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
-    along, row = rules.on({"": ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [1])}, ()), nothing[:1]
-    beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
+    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemConstraint("")
+    along, row = rules.on({"": ConstraintTrie(nothing.int(), nothing.int(), nothing.bool(), [1])}, ()), nothing[:1]
+    beams = SearchBeams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
     for logits in serving.logits:
-        of_items = SelectRules(1, Best(), constraints=(rules,))
+        of_items = SearchRules(1, BestStrategy(), constraints=(rules,))
         take = KernelWideStepAlongItems(of_items, KernelStepSizes.of(beams, logits.shape[1]))
         take(KernelLogits.of(logits, row), beams, row, row[None].clone())

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key_in_kernel
 from vllm_trie.worker.kernels.tiles import (
@@ -54,7 +54,7 @@ def kernels_have_keys(num_rows: int, per_row: int) -> bool:
 
 
 def launch_best_of_groups(
-    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, count: int, filters: LogitsFilters, among: AmongBest
+    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, count: int, filters: SearchFilters, among: AmongBest
 ) -> torch.Tensor:
     """The best continuations of all rows of each group together.
 

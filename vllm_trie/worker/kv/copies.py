@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.kv.kv_blocks import COPY_TILE, Segments
 from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_slots import TokenSegments
@@ -54,7 +54,7 @@ def launch_kv_block_copies(chains: list[list[tuple[int, int]]], segments: Segmen
     """
     starts = np.cumsum([0, *map(len, chains)])
     order = np.array([copy for chain in chains for copy in chain], dtype=np.int64)
-    on_device = uploaded(np.concatenate([starts, order.ravel()]), segments.pointers.device)
+    on_device = uploaded_for_search(np.concatenate([starts, order.ravel()]), segments.pointers.device)
     num_workers = _kv_copy_workers(len(chains), segments)
     _copy_kv_blocks_kernel[len(chains), num_workers](
         on_device, len(chains), num_workers, *segments[:-1], held=HELD, **SIZES[segments.word_bytes]
@@ -71,7 +71,7 @@ class HeldKVTokens:
 
     def __init__(self, moves: Sequence[tuple[int, np.ndarray]], segments: TokenSegments) -> None:
         fields = [self._of_group(from_to, *segments.groups[number]) for number, from_to in moves]
-        self._moves = uploaded(np.ascontiguousarray(np.concatenate(fields)), segments.sizes.device)
+        self._moves = uploaded_for_search(np.ascontiguousarray(np.concatenate(fields)), segments.sizes.device)
         self._segments, dtype = segments, TORCH_WORDS[segments.word_bytes]
         self._held = torch.empty(len(self._moves) * segments.token_words, dtype=dtype, device=segments.sizes.device)
         self._launch(is_read=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import sees, uploaded
+from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search
 from vllm_trie.worker.launches import cdiv
 
 COPY_TILE = 1024  # words, or table entries, that one program of a kernel copies at a time
@@ -51,7 +51,7 @@ class KVBlocks:
 
         KV cache groups may lie over each other, so that layers see the same bytes: hence all are read first.
         """
-        read, written = uploaded(np.stack([sources, destinations]).astype(np.int64), self.device)
+        read, written = uploaded_for_search(np.stack([sources, destinations]).astype(np.int64), self.device)
         copies = [layer.index_select(0, read) for layer in self._layers]
         for layer, blocks in zip(self._layers, copies, strict=True):
             layer.index_copy_(0, written, blocks)
@@ -63,7 +63,7 @@ class KVBlocks:
         """
         sources, destinations = sources.long(), destinations.long()
         for layer in self._layers:
-            if not sees(layer.device):
+            if not is_searched_on_host(layer.device):
                 layer.index_copy_(0, destinations, layer.index_select(0, sources))
                 continue
             copy_kv_entries(layer.numpy(), sources.numpy(), destinations.numpy())
@@ -76,9 +76,9 @@ class KVBlocks:
         device = self.device
 
         def in_words(values: Iterable[int]) -> torch.Tensor:
-            return uploaded(np.array([value // word_bytes for value in values]), device)
+            return uploaded_for_search(np.array([value // word_bytes for value in values]), device)
 
-        to_blocks = uploaded(np.array(pointers, np.uint64), device)
+        to_blocks = uploaded_for_search(np.array(pointers, np.uint64), device)
         num_tiles = cdiv(max(lengths) // word_bytes, COPY_TILE)
         words = in_words(strides), in_words(lengths)
         return Segments(to_blocks, *words, len(pointers) * num_tiles, num_tiles, word_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from vllm_trie.search.devices import sees, uploaded
+from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search
 from vllm_trie.worker.kv.kv_blocks import WORDS, copy_kv_entries, kv_segments_of
 
 
@@ -105,8 +105,10 @@ class KVSlots:
         device, word_bytes = self._given[0][0].contents.device, math.gcd(8, *chain(*found))
         of_block, of_place, words = (n.astype(np.int64) // word_bytes for n in sizes)
         on_host = np.stack([of_block, of_place, words, words.cumsum() - words])
-        to_tokens = uploaded(pointers.copy(), device)
-        return TokenSegments(to_tokens, uploaded(on_host, device), tuple(groups), int(words.sum()), word_bytes)
+        to_tokens = uploaded_for_search(pointers.copy(), device)
+        return TokenSegments(
+            to_tokens, uploaded_for_search(on_host, device), tuple(groups), int(words.sum()), word_bytes
+        )
 
     def _split(self, number: int, slots: np.ndarray) -> dict[tuple[int, ...], tuple[Any, ...]]:
         """By the places of layers: blocks, and places in them."""
@@ -151,7 +153,7 @@ def kv_in_words(held: np.ndarray) -> np.ndarray:
 
 
 def _uploaded_kv_index(at: Sequence[np.ndarray], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(uploaded(of_dim, like.device) for of_dim in at)
+    return tuple(uploaded_for_search(of_dim, like.device) for of_dim in at)
 
 
 def _kv_layer_place(layer: ByToken) -> tuple[object, ...]:
@@ -162,6 +164,6 @@ def _kv_layer_place(layer: ByToken) -> tuple[object, ...]:
 def _indexable_kv_layer(layer: ByToken) -> Any:
     """The same memory, as numpy sees it where that is faster: it knows no bfloat16."""
     contents = layer.contents
-    if not sees(contents.device):
+    if not is_searched_on_host(contents.device):
         return layer
     return layer._replace(contents=contents.view(WORDS[contents.element_size()]).numpy())  # type: ignore[arg-type]

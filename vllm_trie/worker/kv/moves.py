@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots
@@ -22,7 +22,7 @@ def copy_kv_to_others(kv_blocks: KVBlocks, pairs: np.ndarray) -> None:
             [[pair] for pair in pairs.tolist()], kv_blocks.segments
         )
     else:
-        kv_blocks.copy_to_others(*uploaded(pairs.T.astype(np.int64), kv_blocks.device))
+        kv_blocks.copy_to_others(*uploaded_for_search(pairs.T.astype(np.int64), kv_blocks.device))
 
 
 def move_kv(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import numbers, uploaded
+from vllm_trie.search.devices import search_numbers, uploaded_for_search
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots
@@ -59,7 +59,7 @@ class KVReorder(NamedTuple):
             device: That.
         """
         of_rows = torch.cat([chosen.flatten() for chosen in parents]) if len(parents) > 1 else parents[0].flatten()
-        return cls(uploaded(np.vstack([rows, num_tokens]), device), of_rows, num_tokens)
+        return cls(uploaded_for_search(np.vstack([rows, num_tokens]), device), of_rows, num_tokens)
 
     @property
     def sources(self) -> torch.Tensor:
@@ -98,9 +98,9 @@ class Tables:
         self.tables, self.block_sizes = tables, block_sizes
         self.numbers = range(len(tables)) if numbers is None else numbers
         device = tables[0].device
-        pointers = uploaded(np.array([table.data_ptr() for table in tables], np.uint64), device)
-        strides = uploaded(np.array([table.stride(0) for table in tables]), device)
-        sizes = uploaded(np.array(block_sizes), device)
+        pointers = uploaded_for_search(np.array([table.data_ptr() for table in tables], np.uint64), device)
+        strides = uploaded_for_search(np.array([table.stride(0) for table in tables]), device)
+        sizes = uploaded_for_search(np.array(block_sizes), device)
         self.on_device = pointers, strides, sizes  # [tables] each, what a kernel must know of them
 
 
@@ -137,7 +137,7 @@ def copy_kv_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) ->
         full = table[:, : most // block_size]
         blocks = full.index_select(0, sources)
         if least // block_size < most // block_size:  # some have fewer full blocks
-            is_full = numbers(full.shape[1], table.device) < (num_tokens // block_size)[:, None]
+            is_full = search_numbers(full.shape[1], table.device) < (num_tokens // block_size)[:, None]
             blocks = torch.where(is_full, blocks, full.index_select(0, slots))
         full.index_copy_(0, slots, blocks)
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_trie import catalog as catalog_files
 from vllm_trie.messages import CatalogChanges
-from vllm_trie.search.constraints.catalog import ItemTrie
+from vllm_trie.search.constraints.catalog import ConstraintTrie
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
@@ -27,7 +27,7 @@ class RowCatalogs:
     def __init__(self, device: torch.device | None, room: int = 0, files: Collection[str] = ()) -> None:
         self._device, self._room = device, room
         self.files = files
-        self.tries: dict[str, ItemTrie] = {}
+        self.tries: dict[str, ConstraintTrie] = {}
 
     def room(self) -> torch.Tensor | None:
         """As much memory as what comes with requests may take; None without a device."""
@@ -66,7 +66,7 @@ class RowCatalogs:
             return
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
-        self.tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
+        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, catalog.most_children)
 
 
 class TakesRowCatalogs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import SearchBeams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -32,7 +32,7 @@ class GroupRows:
 
     request: NewRequestData  # as vLLM sent it
     row_ids: list[str]
-    batch: Beams  # what they carry, among others that have selected together
+    batch: SearchBeams  # what they carry, among others that have selected together
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
@@ -42,12 +42,12 @@ class GroupRows:
     roots: Any = None  # the rows as speculation left them; `tables`: by KV cache group [b, columns] int32 their blocks
 
     @property
-    def beams(self) -> Beams:
+    def beams(self) -> SearchBeams:
         """What they carry, as a batch of one group."""
         return self.batch.at(self.place)
 
     @beams.setter
-    def beams(self, beams: Beams) -> None:
+    def beams(self, beams: SearchBeams) -> None:
         self.batch, self.place = beams, 0
 
     @property
@@ -55,14 +55,14 @@ class GroupRows:
         return self.request.prompt_token_ids or []
 
 
-def beams_of_rows(groups: Sequence[GroupRows]) -> Beams:
+def beams_of_rows(groups: Sequence[GroupRows]) -> SearchBeams:
     """What the rows of some groups carry, which are equally wide and under equal constraints."""
     beams, are_together = groups[0].batch, True  # they have selected together before, as a rule
     for place, group in enumerate(groups):
         are_together &= group.batch is beams and group.place == place
     if are_together and len(beams.scores) == len(groups):
         return beams
-    return Beams.join([group.beams for group in groups])
+    return SearchBeams.join([group.beams for group in groups])
 
 
 class BatchRows:

@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_trie.messages import Resumed
-from vllm_trie.search.beams import Beams, States
-from vllm_trie.search.constraints.constraint import NOTHING, Constraint, Source
-from vllm_trie.search.constraints.grammar import unpacked_mask
-from vllm_trie.search.devices import uploaded
-from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.beams import SearchBeams, States
+from vllm_trie.search.constraints.constraint import NOTHING, Constraint, ConstraintSource
+from vllm_trie.search.constraints.grammar import unpacked_constraint_mask
+from vllm_trie.search.devices import uploaded_for_search
+from vllm_trie.search.filters import search_log_probabilities
+from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import GroupRows, beams_of_rows
 from vllm_trie.worker.rows.rows import Rows
@@ -35,26 +35,26 @@ class RowBeams:
         self._rows = rows
         self._catalogs = catalogs
 
-    def begin(self, rules: SelectRules, resumed: Resumed | None) -> States:
+    def begin(self, rules: SearchRules, resumed: Resumed | None) -> States:
         """Of rows that enter: one without a token, or all that go on after a preemption."""
         device = self._rows.device
-        keys = [key for key in self._constraints(rules) if key.source is Source.LAST_STEP]
+        keys = [key for key in self._constraints(rules) if key.source is ConstraintSource.LAST_STEP]
         if resumed is None:
             return {key: key.begin(1, device) for key in keys}
         states = {key: key.begin(len(resumed.histories), device) for key in keys}
-        for tokens in uploaded(resumed.histories.astype(np.int64), device).T if keys else ():
+        for tokens in uploaded_for_search(resumed.histories.astype(np.int64), device).T if keys else ():
             states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
         return states
 
     def before_step(
         self,
-        rules: SelectRules,
+        rules: SearchRules,
         groups: Sequence[GroupRows],
         num_tokens: np.ndarray,
         masks: Sequence[torch.Tensor],
         vocab_size: int,
         amateur: torch.Tensor | None = None,
-    ) -> Beams:
+    ) -> SearchBeams:
         """Of some groups with these rules, which have constraints, before they select.
 
         Args:
@@ -69,26 +69,26 @@ class RowBeams:
         beams = beams_of_rows(groups)
         states = dict(beams.states)
         for key in self._constraints(rules):
-            if key.source is Source.TOKENS:
+            if key.source is ConstraintSource.TOKENS:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
-            elif key.source is Source.MASKS and masks:
-                states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
-            elif key.source is Source.AMATEUR:
+            elif key.source is ConstraintSource.MASKS and masks:
+                states[key] = unpacked_constraint_mask(torch.stack([*masks]), vocab_size)
+            elif key.source is ConstraintSource.AMATEUR:
                 assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
-                states[key] = log_probabilities(amateur, temperature=rules.filters.temperature)
+                states[key] = search_log_probabilities(amateur, temperature=rules.filters.temperature)
         lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
         return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
 
-    def before_drafts(self, rules: SelectRules, group: GroupRows, num_tokens: int, num_layers: int) -> Beams:
+    def before_drafts(self, rules: SearchRules, group: GroupRows, num_tokens: int, num_layers: int) -> SearchBeams:
         """Of one group from whose rows so many layers of drafts may grow."""
         states = dict(group.beams.states)
         for key in self._constraints(rules):
-            if key.source is Source.TOKENS:
+            if key.source is ConstraintSource.TOKENS:
                 tokens = self._tokens(group.slots[None], np.array([num_tokens]))
                 states[key] = pad(tokens, (num_layers, 0), value=NOTHING)
         return group.beams._replace(states=states)
 
-    def _constraints(self, rules: SelectRules) -> list[Constraint]:
+    def _constraints(self, rules: SearchRules) -> list[Constraint]:
         """Those of these rules, on this device."""
         return [key.on(self._catalogs.tries, rules.stops.token_ids) for key in rules.constraints]
 
@@ -107,6 +107,6 @@ def row_tokens_flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.T
     longest = tokens.shape[-1]
     if (lengths == longest).all():
         return tokens
-    missing = uploaded(longest - lengths, tokens.device)[:, None, None]
+    missing = uploaded_for_search(longest - lengths, tokens.device)[:, None, None]
     at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
     return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)

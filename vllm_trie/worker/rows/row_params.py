@@ -10,7 +10,7 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.search.stop_strings import StopStrings
+from vllm_trie.search.stop_strings import SearchStopStrings
 
 # What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
 NO_SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
@@ -26,14 +26,14 @@ def row_params(params: SamplingParams | None) -> SamplingParams | None:
     return row
 
 
-def stop_strings_of_rows(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool, bool], StopStrings]:
+def stop_strings_of_rows(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool, bool], SearchStopStrings]:
     """A function from stop strings, and how special tokens are written, to what completes them."""
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
-    def stop_strings(strings: tuple[str, ...], are_skipped: bool, have_spaces: bool) -> StopStrings:
+    def stop_strings(strings: tuple[str, ...], are_skipped: bool, have_spaces: bool) -> SearchStopStrings:
         from vllm_trie.detokenizing import detokenizing_function  # an import that most engines never need
 
         decode = detokenizing_function(cached_tokenizer_from_config(model_config), are_skipped, have_spaces)
-        return StopStrings(strings, decode, model_config.get_vocab_size())
+        return SearchStopStrings(strings, decode, model_config.get_vocab_size())
 
     return stop_strings

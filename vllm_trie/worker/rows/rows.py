@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.devices import sees, uploaded_together
+from vllm_trie.search.devices import is_searched_on_host, uploaded_together_for_search
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.tree_layers import attention_kv_slots
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
@@ -74,7 +74,9 @@ class Rows:
     @cached_property
     def _parts_of_blocks(self) -> KVSlots | None:
         """The same, where blocks are so large that parts of them are copied."""
-        return self.kv_slots if sees(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
+        return (
+            self.kv_slots if is_searched_on_host(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
+        )
 
     def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """What the host knows, on the device; nobody waits for it."""
@@ -105,10 +107,10 @@ class Rows:
         """
         tokens, slots = self._runner.req_states.all_token_ids.gpu, np.array([group.slots for group in groups])
         starts = np.array([len(group.prompt) for group in groups])
-        if sees(self.device):
+        if is_searched_on_host(self.device):
             return tokens, slots, starts
         columns = starts[:, None] + np.arange(max((num_tokens - starts).max(), 1))
-        rows, at = uploaded_together([slots, np.minimum(columns, tokens.shape[1] - 1)], self.device)
+        rows, at = uploaded_together_for_search([slots, np.minimum(columns, tokens.shape[1] - 1)], self.device)
         of_groups = tokens[rows[:, :, None], at[:, None]].flatten(0, 1)
         return of_groups, np.arange(slots.size).reshape(slots.shape), np.zeros_like(starts)
 

@@ -11,8 +11,8 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_trie.search import spans
-from vllm_trie.search.devices import ALIGNMENT, uploaded_together
+from vllm_trie.search import search_spans
+from vllm_trie.search.devices import ALIGNMENT, uploaded_together_for_search
 from vllm_trie.worker import launches
 
 # Of a batch, what has a place for each row, for each logit, and for each token.
@@ -48,13 +48,13 @@ def sub_batch_of_rows(batch: InputBatch, rows: np.ndarray) -> RowSubBatch:
         rows: [R] places in it, ascending.
     """
     lengths, num_logits = np.diff(batch.query_start_loc_np)[rows], np.diff(batch.cu_num_logits_np)[rows]
-    tokens_np = spans(batch.query_start_loc_np[rows], lengths)
-    logits_np = spans(batch.cu_num_logits_np[rows], num_logits)
+    tokens_np = search_spans(batch.query_start_loc_np[rows], lengths)
+    logits_np = search_spans(batch.cu_num_logits_np[rows], num_logits)
     query_starts, cu_num_logits = (np.concatenate([[0], n.cumsum()]).astype(np.int32) for n in (lengths, num_logits))
     # Where the tokens of a row lie among those of all rows, they lie among those of these.
     moved_np = np.repeat(query_starts[:-1] - batch.query_start_loc_np[rows], num_logits)
     indices = [n.astype(np.int64, copy=False) for n in (rows, logits_np, moved_np, tokens_np)]
-    at, logits, moved, tokens, starts, cumulative = uploaded_together(
+    at, logits, moved, tokens, starts, cumulative = uploaded_together_for_search(
         [*indices, query_starts, cu_num_logits], batch.input_ids.device
     )
     take = (

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.devices import uploaded, uploaded_once
+from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import row_metadata_by_layer
@@ -36,7 +36,7 @@ class SelectionAmateurLogits(NamedTuple):
 
     def of(self, places: np.ndarray) -> torch.Tensor:
         """[..., V] of the rows that are at these places of the batch."""
-        at = uploaded_once(np.searchsorted(self.rows, places.ravel()), self.logits.device)
+        at = uploaded_once_for_search(np.searchsorted(self.rows, places.ravel()), self.logits.device)
         return self.logits[at].view(*places.shape, -1)
 
 
@@ -67,7 +67,7 @@ class SelectionAmateur:
         hidden = speculator._run_model(smaller.input_ids, smaller.positions, metadata, slots, None)
         last = smaller.logits_indices
         if len(read):
-            last = last[uploaded(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
+            last = last[uploaded_for_search(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
         return SelectionAmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
 
     def of_step(

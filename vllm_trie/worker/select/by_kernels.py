@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Taken, packed
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, best, in_groups, items, wide, wide_catalog
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
@@ -23,13 +23,13 @@ KINDS = (
 )
 
 
-def select_by_kernels(rules: SelectRules, sizes: KernelStepSizes) -> TakeStep | None:
+def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
     return next((kind(rules, sizes) for module, kind in KINDS if module.can_take_by_kernels(rules, sizes)), None)
 
 
 def planned_selection(
-    cohort: SelectionCohort, values: torch.Tensor, beams: Beams
+    cohort: SelectionCohort, values: torch.Tensor, beams: SearchBeams
 ) -> tuple[KernelLogits, TakeStep | None]:
     """The logits of a cohort's rows among `values` [N, V], and what by kernels takes its step; planned once.
 
@@ -54,17 +54,19 @@ class SelectionStepByTorch(TakeStep):
         which: Those of the rows among all logits.
     """
 
-    rules: SelectRules
-    means: Means
+    rules: SearchRules
+    means: SearchInputs
     which: slice | torch.Tensor
 
-    def __call__(self, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor) -> Taken:
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
         """See `TakeStep`."""
-        step = take_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
-        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(Going.of(step), beams))
-        return Taken(Going.of(step), *packed(step))
+        step = take_search_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
+        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(NextSearchBeams.of(step), beams))
+        return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
 
 
-def newest_selected_tokens(going: Going, beams: Beams) -> torch.Tensor:
+def newest_selected_tokens(going: NextSearchBeams, beams: SearchBeams) -> torch.Tensor:
     """[G * r] int64, the newest tokens of as many beams as there were rows."""
     return going.tokens[:, : beams.scores.shape[1]].long().flatten()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import uploaded, uploaded_once
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
+from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.kv.reorder import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
@@ -30,7 +30,7 @@ class InStep(NamedTuple):
     """What a group does in a step."""
 
     group: GroupRows
-    rules: SelectRules
+    rules: SearchRules
     decodes: bool
     selects: bool
     is_plain: bool  # it takes one step of its search
@@ -56,7 +56,7 @@ class SelectionCohort:
     """
 
     group_ids: list[str]
-    rules: SelectRules
+    rules: SearchRules
     moves: bool
     has_masks: bool
     groups: list[GroupRows]
@@ -76,7 +76,7 @@ class SelectionCohort:
     def on_device(self) -> torch.Tensor:
         """[2, G * r] int64: which of the logits that selection sees are those of the rows, and `places`."""
         seen = np.arange(self.index.size) if self.rules.is_controlled else self.index.ravel()
-        return uploaded(np.stack([seen, self.places.ravel()]), self.device)
+        return uploaded_for_search(np.stack([seen, self.places.ravel()]), self.device)
 
 
 class SelectionBatchPlan:
@@ -93,13 +93,13 @@ class SelectionBatchPlan:
         self,
         in_step: Mapping[str, InStep],
         rows: BatchRows,
-        parts: Callable[[SelectRules, list[str]], list[list[str]]],
+        parts: Callable[[SearchRules, list[str]], list[list[str]]],
         device: torch.device,
     ) -> None:
         batch = rows.batch
         self._in_step, self.rows, self._device = in_step, rows, device
         self._layout = batch.idx_mapping_np.copy(), batch.cu_num_logits_np.copy()
-        alike = defaultdict[tuple[SelectRules, bool, bool], list[str]](list)
+        alike = defaultdict[tuple[SearchRules, bool, bool], list[str]](list)
         for group_id, what in in_step.items():
             if what.is_plain:
                 alike[what.rules, what.decodes, what.has_masks].append(group_id)
@@ -123,7 +123,7 @@ class SelectionBatchPlan:
     @cached_property
     def counts(self) -> torch.Tensor:
         """`num_sampled` on the device. Not to be written to."""
-        return uploaded(self.num_sampled, self._device)
+        return uploaded_for_search(self.num_sampled, self._device)
 
     def fits(self, in_step: Mapping[str, InStep], batch: InputBatch) -> bool:
         """Whether the same rows are in the same places of another batch, and do the same."""
@@ -149,4 +149,4 @@ def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch
     first, count = int(index[0]), len(index)
     if index.tolist() == [*range(first, first + count)]:
         return slice(first, first + count)
-    return uploaded_once(index, device)
+    return uploaded_once_for_search(index, device)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Completes
-from vllm_trie.search.devices import uploaded_once
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import Going, Taken, packed
-from vllm_trie.search.stop_strings import CONTEXT, TextEnd
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopStringConstraint
+from vllm_trie.search.devices import uploaded_once_for_search
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.step import is_light_search_step, take_search_step
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
+from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of_rows
@@ -126,7 +126,7 @@ class Selector:
         into_slots = (
             launches.worker_module_for_gpus("kernels.slots").launch_select_next
             if launches.worker_runs_kernels_on(logits.device)
-            else select_next
+            else choose_next_search_beams
         )
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
@@ -140,7 +140,7 @@ class Selector:
             else:
                 beams = beams_of_rows(groups)
             own = self._controlled(cohort, plan.rows, logits) if rules.is_controlled else logits
-            taken = self._take(cohort, beams, own, Means(draws, completes, into_slots), sampled)
+            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going)
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
@@ -150,20 +150,25 @@ class Selector:
         self.rows.reorder(plan.movable, plan.rows.num_tokens(plan.of_movable), parents, plan.is_controlled)
         return selected
 
-    def parts(self, rules: SelectRules, groups: list[Group]) -> list[list[Group]]:
+    def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
         """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
-        most = len(groups) if is_light(rules) else max(self._most_together // rules.width, 1)
+        most = len(groups) if is_light_search_step(rules) else max(self._most_together // rules.width, 1)
         return [groups[at : at + most] for at in range(0, len(groups), most)]
 
     def _take(
-        self, cohort: SelectionCohort, beams: Beams, values: torch.Tensor, means: Means, sampled: torch.Tensor
-    ) -> Taken:
+        self,
+        cohort: SelectionCohort,
+        beams: SearchBeams,
+        values: torch.Tensor,
+        means: SearchInputs,
+        sampled: torch.Tensor,
+    ) -> PackedSearchStep:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
         if not launches.worker_runs_kernels_on(values.device):
-            step = take_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
+            step = take_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
             sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
-            return Taken(Going.of(step), *packed(step))
+            return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams, take is not None):
@@ -198,12 +203,12 @@ class Selector:
             depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
         batch, at, device = rows.batch, selection_index_of(index, logits.device), logits.device
-        in_slots = uploaded_once(slots, device)
+        in_slots = uploaded_once_for_search(slots, device)
         local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.worker_runs_kernels_on(device):
             take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
-            positions, tokens = take_newest(uploaded_once(index, device), *of_batch)
+            positions, tokens = take_newest(uploaded_once_for_search(index, device), *of_batch)
         else:
             newest = batch.logits_indices[at]
             positions, tokens = batch.positions[newest], batch.input_ids[newest]
@@ -213,11 +218,11 @@ class Selector:
 
     def completes(
         self,
-        rules: SelectRules,
+        rules: SearchRules,
         groups: Sequence[GroupRows],
         num_tokens: np.ndarray,
         path: Callable[[int], tuple[int, list[int]]] | None = None,
-    ) -> Completes | None:
+    ) -> StopStringConstraint | None:
         """What finds candidates that complete a stop string; None if none can.
 
         Args:
@@ -230,7 +235,9 @@ class Selector:
         if not stops.strings or stops.are_barred:
             return None
         strings = self._stop_strings(stops.strings, stops.skips_special_tokens, stops.spaces_special_tokens)
-        ends = dict[tuple[int, int], TextEnd]()  # by group and beam: of those that some candidate makes it look at
+        ends = dict[
+            tuple[int, int], SearchTextEnd
+        ]()  # by group and beam: of those that some candidate makes it look at
         tokens, at, starts = self.rows.generated(groups, num_tokens)
 
         def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
@@ -245,4 +252,4 @@ class Selector:
                 result[group, rank] = strings.is_completed_by(int(candidates[group, rank]), ends[group, beam])
             return result
 
-        return Completes(judge, tokens)
+        return StopStringConstraint(judge, tokens)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import borrowed, numbers
-from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.step_result import Going, Taken
-from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import pinned_search_tensors, search_numbers
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import TakeStep
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
 
@@ -43,7 +43,7 @@ class SelectionGraph(NamedTuple):
     """
 
     replay: Callable[[], None]
-    taken: Taken
+    taken: PackedSearchStep
     used: list[torch.Tensor]
 
 
@@ -70,7 +70,9 @@ class SelectionGraphs:
         num_bytes = BYTES_OF_LOGIT * MOST_LOGITS_OF_TORCH + MOST_BYTES_BESIDE
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def hold(self, rules: SelectRules, means: Means, logits: KernelLogits, beams: Beams, are_kernels: bool) -> bool:
+    def hold(
+        self, rules: SearchRules, means: SearchInputs, logits: KernelLogits, beams: SearchBeams, are_kernels: bool
+    ) -> bool:
         """Whether graphs may hold such steps.
 
         They are small, and come again: whatever the host alone knows is no part of them, nor what changes with the
@@ -91,10 +93,14 @@ class SelectionGraphs:
         most_logits = MOST_LOGITS
         if not are_kernels:
             # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
-            most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
+            most_logits = (
+                MOST_LOGITS_OF_TORCH if rules.strategy in (BestStrategy("hf"), BestStrategy("tridecode")) else 0
+            )
         return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
 
-    def take(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
+    def take(
+        self, rules: SearchRules, logits: KernelLogits, beams: SearchBeams, take_rows: TakeStep
+    ) -> PackedSearchStep | None:
         """Take a step by its graph. None, and nothing is done, if it comes for the first time, or memory is short.
 
         Args:
@@ -119,24 +125,26 @@ class SelectionGraphs:
         torch.index_select(values, 0, logits.which, out=own_values)
         own_scores = self._scores[:num_rows].view(beams.scores.shape).copy_(beams.scores)
         if graph is None:
-            graph = self._captured(logits._replace(values=own_values), Beams(own_scores), take_rows)
+            graph = self._captured(logits._replace(values=own_values), SearchBeams(own_scores), take_rows)
         _keep_selection_graph(self._graphs, key, graph, MOST_GRAPHS)
         graph.replay()
         going, words, layout = graph.taken
-        return Taken(Going(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout)
+        return PackedSearchStep(
+            NextSearchBeams(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout
+        )
 
-    def _captured(self, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> SelectionGraph:
+    def _captured(self, logits: KernelLogits, beams: SearchBeams, take_rows: TakeStep) -> SelectionGraph:
         num_rows = len(logits.which)
         sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
-        with borrowed() as constants:
-            which = numbers(num_rows, self._device)
+        with pinned_search_tensors() as constants:
+            which = search_numbers(num_rows, self._device)
             logits = logits._replace(which=which)
             take_rows(logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
             replay, taken = self._capture(lambda: take_rows(logits, beams, which, sampled))
         return SelectionGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
 
 
-def _selection_graph_key(rules: SelectRules, logits: KernelLogits, beams: Beams) -> Key:
+def _selection_graph_key(rules: SearchRules, logits: KernelLogits, beams: SearchBeams) -> Key:
     """What steps have in common that a graph may take."""
     values = logits.values
     return rules, beams.scores.shape, values.dtype, values.shape[1], values.stride()
@@ -162,7 +170,7 @@ class SelectionGraphCapture:
         free, _ = torch.cuda.mem_get_info()
         return free >= num_bytes
 
-    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
+    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
         """What replays a run that has just been made before, and where it writes."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _garbage_left_by_graphs():

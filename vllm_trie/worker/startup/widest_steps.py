@@ -6,22 +6,22 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_trie.search.beams import STATELESS, Beams, States
-from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.beams import STATELESS, SearchBeams, States
+from vllm_trie.search.constraints.catalog import ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.grammar import Grammar
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.parts import rows_at_a_time
-from vllm_trie.search.rules import Means, SelectRules, Strategy
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.drawn import Drawn
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.sampled import SampledEach
-from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.search.constraints.grammar import GrammarConstraint
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.parts import search_rows_at_a_time
+from vllm_trie.search.rules import SearchInputs, SearchRules, SearchStrategy
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.sampled import RowSamplingStrategy
+from vllm_trie.search.strategies.stochastic import StochasticStrategy
 from vllm_trie.selection import most_plugin_beams
 
 logger = init_logger("vllm.trie_beam.widest_steps")
@@ -30,19 +30,21 @@ ROWS = 64  # of several searches that need much memory, together
 LIGHT_BYTES = 14  # for each row and token of the vocabulary, of other searches
 HEAVY_BYTES = 63  # of these, where their rows are taken in one part
 HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 59  # of all their rows, and besides of those of a part
-STRATEGIES: tuple[Strategy, ...] = (
-    *(Best(), InGroups(1, 0.5, None), SampledEach(), Stochastic()),
-    *(Drawn(replacement, 1, None, False) for replacement in (False, True)),
+STRATEGIES: tuple[SearchStrategy, ...] = (
+    *(BestStrategy(), DiverseGroupsStrategy(1, 0.5, None), RowSamplingStrategy(), StochasticStrategy()),
+    *(JointSamplingStrategy(replacement, 1, None, False) for replacement in (False, True)),
 )
-FILTERS, PRUNING, STOPS = LogitsFilters(0.5, 0.1, 0, 0.9), Pruning(0.1, 1.0, 0.1, 2), Stops((0,))
-AFTER = ItemRules("", 2, after=0, ends_with_stop=True)  # from some token on along a catalog, and before it any token
+FILTERS, PRUNING, STOPS = SearchFilters(0.5, 0.1, 0, 0.9), SearchPruning(0.1, 1.0, 0.1, 2), StopConstraints((0,))
+AFTER = ItemConstraint(
+    "", 2, after=0, ends_with_stop=True
+)  # from some token on along a catalog, and before it any token
 
-PHRASES = PhraseBoosts.of([([0], 1.0)])
+PHRASES = PhraseBoostConstraint.of([([0], 1.0)])
 
 
 def most_rows_measured_together(vocab_size: int) -> int:
     """How many rows of several searches are selected together where that needs much memory: a part at most."""
-    return min(ROWS, rows_at_a_time(vocab_size))
+    return min(ROWS, search_rows_at_a_time(vocab_size))
 
 
 def most_heavy_rows_measured(vllm_config: VllmConfig) -> int:
@@ -59,10 +61,10 @@ def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs
         num_logprobs: The most that each row may have to report; -1: all.
     """
     _take_startup_step(
-        SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits, _startup_states_by_grammar(logits)
+        SearchRules(len(logits), BestStrategy(), STOPS, num_logprobs, True), logits, _startup_states_by_grammar(logits)
     )
-    of_part = rows_at_a_time(logits.shape[1])
-    heavy = SelectRules(1, Best(), STOPS, num_logprobs, True, FILTERS, PRUNING)
+    of_part = search_rows_at_a_time(logits.shape[1])
+    heavy = SearchRules(1, BestStrategy(), STOPS, num_logprobs, True, FILTERS, PRUNING)
     for num_rows in sorted({num_heavy, min(num_heavy, of_part)}):
         some = logits[:num_rows]
         for strategy in STRATEGIES:
@@ -70,7 +72,7 @@ def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs
         of_items = heavy._replace(width=len(some), constraints=(AFTER, PHRASES))
         _take_startup_step(of_items, some, _startup_states_before_items(1, len(some), logits.device))
     several = logits[: most_rows_measured_together(logits.shape[1])]
-    in_groups = heavy._replace(strategy=InGroups(1, 0.5, None), constraints=(AFTER,))
+    in_groups = heavy._replace(strategy=DiverseGroupsStrategy(1, 0.5, None), constraints=(AFTER,))
     _take_startup_step(in_groups, several, _startup_states_before_items(len(several), 1, logits.device))
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
     logger.info(text, most_bytes_at_startup(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
@@ -84,29 +86,29 @@ def most_bytes_at_startup(num_rows: int, vocab_size: int, num_heavy: int) -> int
         vocab_size: Tokens that there are.
         num_heavy: See `most_heavy_rows_measured`.
     """
-    of_part = rows_at_a_time(vocab_size)
+    of_part = search_rows_at_a_time(vocab_size)
     heavy = HEAVY_BYTES * num_heavy
     if num_heavy > of_part:
         heavy = HEAVY_BYTES_IN_PARTS * num_heavy + BYTES_OF_PART * of_part
     return max(LIGHT_BYTES * num_rows, heavy) * vocab_size
 
 
-def _take_startup_step(rules: SelectRules, logits: torch.Tensor, under: States = STATELESS) -> None:
+def _take_startup_step(rules: SearchRules, logits: torch.Tensor, under: States = STATELESS) -> None:
     """Take a step of as many groups as there are rows for, with logits as they are once they are processed."""
     by_group = logits.float().view(-1, rules.width, logits.shape[1])
-    beams = Beams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
-    packed(take_step(rules, by_group, beams, Means([(0, 0)] * len(by_group))))
+    beams = SearchBeams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
+    pack_search_step(take_search_step(rules, by_group, beams, SearchInputs([(0, 0)] * len(by_group))))
 
 
 def _startup_states_by_grammar(logits: torch.Tensor) -> States:
     """Of one group, of which it allows all tokens."""
-    return {Grammar(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
+    return {GrammarConstraint(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
 
 
 def _startup_states_before_items(num_groups: int, width: int, device: torch.device) -> States:
     """Of groups that may take any token, in front of a catalog of two nodes without children, and a phrase."""
     first_child = torch.zeros(3, dtype=torch.int32, device=device)
-    trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
+    trie = ConstraintTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
     along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)
     keys: tuple[Constraint, ...] = (along, PHRASES) if num_groups == 1 else (along,)
     return {key: key.begin(num_groups * width, device).view(num_groups, width) for key in keys}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_trie.search.devices import NEVER, constant, filled
+from vllm_trie.search.devices import NEVER, filled_for_search, search_constant
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.tiles import (
@@ -38,7 +38,7 @@ def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, ke
         kept: Keys that there is room for; a power of two, `kept_by_draft_kernels(count)` or more.
     """
     logits = KernelLogits.of(values, which)
-    zeros = filled((len(which),), 0.0, values.device)
+    zeros = filled_for_search((len(which),), 0.0, values.device)
     return KernelRowRanking(Wanted(count, kept), values.shape[1])(logits, launch_tile_maxima(logits), zeros, 1).keys[0]
 
 
@@ -51,7 +51,7 @@ def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple
     logprobs, tokens = -(keys // SCORE_UNIT).int().view(torch.float32), keys % SCORE_UNIT
     goes_on = keys != NO_KEY
     if ends:
-        goes_on &= ~torch.isin(tokens, constant(ends, keys.device))
+        goes_on &= ~torch.isin(tokens, search_constant(ends, keys.device))
     return logprobs.where(goes_on, NEVER), tokens
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.messages import MOST_DRAFTS
-from vllm_trie.search.devices import numbers
+from vllm_trie.search.devices import search_numbers
 from vllm_trie.search.rank import SCORE_UNIT
 from vllm_trie.speculation.worker.forest_growth import (
     NO_NODE,
@@ -88,7 +88,7 @@ class ForestGrowthKernels:
         if not ranked or not drafts.draft_kernels_take(count, logits.shape[1]):
             return set()
         sizes = kernel_sizes_to_draft(max(map(_widest_in_growth_kernels, ranked)), count)
-        keys = drafts.launch_best_drafts(logits, numbers(len(logits), logits.device), count, sizes["per_row"])
+        keys = drafts.launch_best_drafts(logits, search_numbers(len(logits), logits.device), count, sizes["per_row"])
         first = active[0].parts[number - 1].first
         launch_draft_nodes(growing, (keys, logits.shape[1], first), about[number - 1, : len(active)], stops, sizes)
         return {plan.place for plan in ranked}
@@ -109,7 +109,7 @@ class ForestGrowthKernels:
         count = _num_ranked_by_draft_kernels(plan, number, logits.shape[1])
         if not _is_plain_to_draft_kernels(plan) or not drafts.draft_kernels_take(count, logits.shape[1]):
             return None
-        own = numbers(len(logits), logits.device)[nodes]
+        own = search_numbers(len(logits), logits.device)[nodes]
         keys = drafts.launch_best_drafts(logits, own, count, drafts.kept_by_draft_kernels(count))
         return drafts.decode_draft_kernel_keys(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
