@@ -71,7 +71,7 @@ def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
     rows = [np.random.default_rng([seed, *history]).normal(0, sureness, VOCAB) for history in histories]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
     logits = torch.tensor(np.stack(rows), dtype=torch.float32)[None]
-    (step,) = steps_of(rules, logits, scores[None], means=SearchInputs([draw] if draw else []))
+    (step,) = steps_of(rules, logits, scores[None], inputs=SearchInputs([draw] if draw else []))
     return step
 
 

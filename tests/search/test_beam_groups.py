@@ -45,11 +45,11 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
     scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
     rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS, num_logprobs=num_logprobs)
     rules = rules._replace(strategy=DiverseGroupsStrategy(NUM_GROUPS, 0.0, None))
-    together = steps_of(rules, logits, scores, means=SearchInputs(completes=completing(0) if has_strings else None))
+    together = steps_of(rules, logits, scores, inputs=SearchInputs(completes=completing(0) if has_strings else None))
     for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
         of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=BestStrategy())
-        means = SearchInputs(completes=completing(first) if has_strings else None)
-        alone = steps_of(own, logits[:, of_group], scores[:, of_group], means=means)
+        inputs = SearchInputs(completes=completing(first) if has_strings else None)
+        alone = steps_of(own, logits[:, of_group], scores[:, of_group], inputs=inputs)
         for step, one in zip(together, alone, strict=True):
             ended = step.finished.parents // WIDTH == first // WIDTH
             finished = SearchCandidates(*(field[ended] for field in step.finished))

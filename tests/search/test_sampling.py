@@ -141,9 +141,9 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
     rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=JointSamplingStrategy(False, 1, None, False))
-    beams, means = SearchBeams(torch.zeros(2, 4)), SearchInputs([(at, 5) for at in range(2)])
-    every = take_search_step(rules, logits, beams, means)
-    kept = take_search_step(rules._replace(strategy=JointSamplingStrategy(False, 1, None, True)), logits, beams, means)
+    beams, inputs = SearchBeams(torch.zeros(2, 4)), SearchInputs([(at, 5) for at in range(2)])
+    every = take_search_step(rules, logits, beams, inputs)
+    kept = take_search_step(rules._replace(strategy=JointSamplingStrategy(False, 1, None, True)), logits, beams, inputs)
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):
         assert torch.equal(one, other.gather(1, best))

@@ -112,8 +112,8 @@ def check(case: Case) -> None:
 
     for allowed in (True, False):
         with shortcuts(allowed):
-            means = SearchInputs(completes=None if completing is None else StopStringConstraint(judge))
-            steps = steps_of(case.rules, case.logits, case.scores, means=means)
+            inputs = SearchInputs(completes=None if completing is None else StopStringConstraint(judge))
+            steps = steps_of(case.rules, case.logits, case.scores, inputs=inputs)
         for group, step in enumerate(steps):
             expected = decide(case, group)
             beams = [(p, token if score > DEAD else None, score) for p, token, score in listed(step)]

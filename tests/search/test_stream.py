@@ -104,8 +104,8 @@ def test_only_stop_strings_are_looked_for_on_the_host() -> None:
     for is_barred, sees in ((False, True), (False, False), (True, True)):
         of_rules = rules._replace(stops=rules.stops._replace(are_barred=is_barred))
         with patch.object(stops, "is_searched_on_host", lambda _, sees=sees: sees):
-            means = SearchInputs(completes=StopStringConstraint(judge, beside).of_rows(2))
-            take_search_step(of_rules, torch.randn(2, WIDTH, 30), SearchBeams(torch.zeros(2, WIDTH)), means)
+            inputs = SearchInputs(completes=StopStringConstraint(judge, beside).of_rows(2))
+            take_search_step(of_rules, torch.randn(2, WIDTH, 30), SearchBeams(torch.zeros(2, WIDTH)), inputs)
     assert len(asked) == 2, "where no hypothesis may stop, none is looked at"
     for parents, tokens, copied in asked:
         assert parents.shape == tokens.shape

@@ -50,8 +50,8 @@ def steps_of(
     logits: torch.Tensor,
     scores: torch.Tensor,
     *under: tuple[Constraint, torch.Tensor],
-    means: SearchInputs = PLAIN,
+    inputs: SearchInputs = PLAIN,
 ) -> list[SearchStepResult]:
     """The step of each group, on the host; `under`: constraints, with the states of rows."""
-    tensor, layout = pack_search_step(take_search_step(rules, logits, SearchBeams(scores, states=dict(under)), means))
+    tensor, layout = pack_search_step(take_search_step(rules, logits, SearchBeams(scores, states=dict(under)), inputs))
     return unpack_search_steps(tensor.numpy(), layout)

@@ -61,7 +61,7 @@ class SearchStrategy:
         return self
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """Choose the next beams of G groups.
 
@@ -69,7 +69,7 @@ class SearchStrategy:
             rules: Theirs.
             logprobs: [G, r, V] float32, of what each row may take next.
             beams: What their rows carry.
-            means: What else it takes.
+            inputs: What else it takes.
         """
         raise NotImplementedError
 

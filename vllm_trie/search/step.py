@@ -23,7 +23,7 @@ PLAIN = SearchInputs()
 
 
 def take_search_step(
-    rules: SearchRules, logits: torch.Tensor, beams: SearchBeams, means: SearchInputs = PLAIN
+    rules: SearchRules, logits: torch.Tensor, beams: SearchBeams, inputs: SearchInputs = PLAIN
 ) -> SearchStepResult[torch.Tensor]:
     """Take one step of G groups.
 
@@ -31,13 +31,13 @@ def take_search_step(
         rules: Theirs.
         logits: [G, r, V] of any floating point type, processed ones if `rules.is_controlled`.
         beams: What their rows carry.
-        means: What else it takes.
+        inputs: What else it takes.
     """
     logprobs, beams = _search_row_logprobs(rules, logits, beams)
     if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
-        return reported_search_step(rules, rules.strategy.choose(rules, logprobs, beams, means))
+        return reported_search_step(rules, rules.strategy.choose(rules, logprobs, beams, inputs))
     choose_boosted = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
-    return reported_search_step(rules, choose_boosted(rules, logprobs, beams, means, boosts))
+    return reported_search_step(rules, choose_boosted(rules, logprobs, beams, inputs, boosts))
 
 
 def is_light_search_step(rules: SearchRules) -> bool:

@@ -274,12 +274,12 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     graphs, plain = SelectionGraphs(DEVICE, torch.bfloat16, Counted()), rules_of("plain", 4, "")
 
     def hold(
-        rules: SearchRules = plain, means: SearchInputs = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
+        rules: SearchRules = plain, inputs: SearchInputs = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
     ) -> bool:
         logits = KernelLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
         own = SearchBeams(torch.zeros(1, 1), **beams)
         return graphs.hold(
-            rules, means, logits, own, select_by_kernels(rules, KernelStepSizes.of(own, vocab_size)) is not None
+            rules, inputs, logits, own, select_by_kernels(rules, KernelStepSizes.of(own, vocab_size)) is not None
         )
 
     assert hold()
@@ -292,8 +292,8 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
         assert not graphs.hold(
             plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), SearchBeams(torch.zeros(1, 1)), True
         )
-    assert not hold(means=SearchInputs(draws=[(0, 0)]))
-    assert not hold(means=SearchInputs(completes=StopStringConstraint(lambda *_: None, torch.zeros(1, 1))))
+    assert not hold(inputs=SearchInputs(draws=[(0, 0)]))
+    assert not hold(inputs=SearchInputs(completes=StopStringConstraint(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))
     assert not hold(rules_of("along a catalog", 4, "items"))
     assert not hold(plain._replace(strategy=BestStrategy("vllm", (2, 0.5))))

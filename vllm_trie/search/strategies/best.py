@@ -46,18 +46,18 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         return self.semantics != "vllm"
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         if (sparse := beams.sparse) is not None:
             best_continuations = search_part_on_demand("strategies.best_continuations:best_strategy_continuations")
-            return best_continuations(rules, logprobs, beams, means, sparse)
-        scores, completes, width = beams.scores, means.completes, rules.num_beams or rules.width
+            return best_continuations(rules, logprobs, beams, inputs, sparse)
+        scores, completes, width = beams.scores, inputs.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
         num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
         while True:
             of_row = max(count + num_stops, 2 * rules.width)
-            allowed = _allowed_by_strategy(rules, logprobs, beams, means, of_row)
+            allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
             prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
             allowed = prune(allowed, scores, rules.pruning)
             candidates = self._ranked(rules, allowed, scores, count)
@@ -78,7 +78,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
                 lives = search_candidates_alive(candidates, stops)
                 at_last = search_candidates_ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
                 finished = SearchCandidates.join([finished, at_last])
-        by_slot = means.select_next(
+        by_slot = inputs.select_next(
             candidates, search_candidates_going_on(rules, candidates, stops), rules.width, num_rows
         )
         return SearchDecision(SearchStepResult(*by_slot, finished), logprobs)
@@ -142,7 +142,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
 
 
 def _allowed_by_strategy(
-    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, count: int
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, count: int
 ) -> torch.Tensor:
     """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
 
@@ -152,7 +152,7 @@ def _allowed_by_strategy(
     Returns:
         A new tensor, or `logprobs` itself if there is nothing of all that.
     """
-    boosts = means.boosts
+    boosts = inputs.boosts
     if boosts is None and not beams.are_narrowed and not rules.filters.leave_out(logprobs.shape[-1]):
         return logprobs
     boosts = boosts if boosts is None else boosts.expand_as(logprobs)

@@ -18,7 +18,7 @@ from vllm_trie.search.strategies.few_ends import few_ends_for_strategy, most_roo
 
 
 def best_strategy_continuations(
-    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, sparse: Constraint
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, sparse: Constraint
 ) -> SearchDecision:
     """The best continuations become beams, and those among the best b that are complete finish.
 
@@ -30,7 +30,7 @@ def best_strategy_continuations(
         sparse: The constraint that lists continuations.
     """
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
-    boosts = means.boosts if means.boosts is None else means.boosts.expand_as(logprobs)
+    boosts = inputs.boosts if inputs.boosts is None else inputs.boosts.expand_as(logprobs)
     most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
 
     def of_rows(
@@ -51,7 +51,7 @@ def best_strategy_continuations(
         return few_ends_for_strategy(fields, beams.scores, sparse.num_ends, width, rules.pruning)
 
     def has_end_boosts(are_over: bool) -> bool:
-        return means.has_pending and (
+        return inputs.has_pending and (
             are_over or rules.pruning != SearchPruning()
         )  # else what only ends is left out anyhow
 
@@ -76,16 +76,16 @@ def best_strategy_continuations(
     of_over = of_live = outcomes(over)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
     finished = over._replace(tokens=_strategy_values_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))
-    is_one_ranking = is_searched_on_host(scores.device) and not means.has_pending
+    is_one_ranking = is_searched_on_host(scores.device) and not inputs.has_pending
     if not (is_one_ranking and bool((of_over.goes_on | (over.scores == NEVER)).all())):
-        if means.has_pending:
+        if inputs.has_pending:
             del allowed, tokens, targets
             allowed, tokens, targets = ranked(are_over=False)
         for rows in search_parts(allowed.shape):
             allowed[:, rows].masked_fill_(~sparse.go_on(targets[:, rows]), NEVER)
         live = _best_strategy_places(allowed, scores, width)
         of_live = outcomes(live)
-    by_slot = means.select_next(live, search_candidates_going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
+    by_slot = inputs.select_next(live, search_candidates_going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
     states = {sparse: outcomes(by_slot).states}
     by_slot = by_slot._replace(tokens=_strategy_values_at(tokens, by_slot).long())
     return SearchDecision(SearchStepResult(*by_slot, finished, states=states), logprobs)

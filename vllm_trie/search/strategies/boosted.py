@@ -16,28 +16,28 @@ from vllm_trie.search.step_result import SearchRankScores
 
 
 def choose_by_boosted_strategy(
-    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs, boosts: torch.Tensor
+    rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, boosts: torch.Tensor
 ) -> SearchDecision:
     """As the strategy does, but candidates compete by cumulative log-probability and boosts; reports are without these.
 
     Args:
-        rules, logprobs, beams, means: As for `SearchStrategy.choose`.
+        rules, logprobs, beams, inputs: As for `SearchStrategy.choose`.
         boosts: [G, r, V] float32, what each token adds; in the last step to a hypothesis that ends with it.
     """
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
     # In the last step all boosts are those of ends, and phrases do not go on after stop tokens. Which texts complete a
     # stop string is known only of what is ranked.
     may_pend = not (rules.is_last or rules.stops.are_barred)
-    means = means._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
+    inputs = inputs._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
 
     def best_of_rows(logprobs: torch.Tensor, boosts: torch.Tensor, beams: SearchBeams) -> tuple[torch.Tensor]:
         best = (logprobs + boosts).amax(dim=-1)
-        at_end = beams.boosts(logprobs, is_end=True) if means.has_pending else None
+        at_end = beams.boosts(logprobs, is_end=True) if inputs.has_pending else None
         return (best if at_end is None else best.maximum((logprobs + at_end).amax(dim=-1)),)
 
     (best,) = in_search_parts(logprobs.shape, best_of_rows, logprobs, boosts, beams)
     excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
-    step, _ = rules.strategy.choose(rules, logprobs, beams._replace(scores=before - excess), means)
+    step, _ = rules.strategy.choose(rules, logprobs, beams._replace(scores=before - excess), inputs)
     by_slot, finished = SearchCandidates(*step[:3]), step.finished
     sums = [_boosted_strategy_total(beams.scores, candidates, logprobs) for candidates in (by_slot, finished)]
     of_beams, of_finished = (

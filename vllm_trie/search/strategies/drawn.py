@@ -49,26 +49,26 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
     scales_logits = False  # the temperature divides what beams are drawn by
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         p = joint_search_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
-        rngs = [search_generator(*draw) for draw in means.draws]
+        rngs = [search_generator(*draw) for draw in inputs.draws]
         drawn = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
         found = _sampled_strategy_continuations(logprobs, beams.scores, *drawn)
-        stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
-        by_slot = means.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
+        stops = rules.stops.end(found, inputs.completes, logprobs.shape[-1])
+        by_slot = inputs.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
         return SearchDecision(
-            self.kept(SearchStepResult(*by_slot, search_candidates_ended(rules, found, stops))), logprobs
+            self.going_on(SearchStepResult(*by_slot, search_candidates_ended(rules, found, stops))), logprobs
         )
 
-    def kept(self, step: SearchStepResult[Any]) -> SearchStepResult[Any]:
+    def going_on(self, step: SearchStepResult[Any]) -> SearchStepResult[Any]:
         """What goes on after a forward of the target: all, or the best beam; on the device or on the host."""
         return best_beam_of_strategy(step) if self.keeps_one else step
 
 
 def take_strategy_cells(
-    rules: SearchRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, means: SearchInputs
+    rules: SearchRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, inputs: SearchInputs
 ) -> tuple[SearchDecision, torch.Tensor]:
     """Go on with what was drawn for one group from its joint distribution.
 
@@ -84,7 +84,7 @@ def take_strategy_cells(
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
     is_possible = search_numbers(rules.width, cells.device) < num_drawn
     found = _sampled_strategy_continuations(logprobs[None], scores[None], cells, is_possible)
-    stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
+    stops = rules.stops.end(found, inputs.completes, logprobs.shape[-1])
     chosen = choose_search_slots(found.parents, search_candidates_alive(found, stops), rules.width)
     step = SearchStepResult(*in_search_slots(found, chosen, len(scores)), search_candidates_ended(rules, found, stops))
     takes = chosen[0, :, None] == search_numbers(num_drawn, cells.device)  # [b, K]

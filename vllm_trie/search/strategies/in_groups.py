@@ -40,7 +40,7 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
         return self._replace(done=done)
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """One step of N searches, group after group.
 
@@ -60,8 +60,8 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
             penalties, of_group = self.penalty * counts, beams.rows(at)
             if is_done:
                 of_group = of_group._replace(scores=torch.full_like(of_group.scores, NEVER))
-            completes = means.completes and means.completes.of_rows(first if num_rows > 1 else 0)
-            own = means._replace(boosts=-penalties[:, None], completes=completes)
+            completes = inputs.completes and inputs.completes.of_rows(first if num_rows > 1 else 0)
+            own = inputs._replace(boosts=-penalties[:, None], completes=completes)
             step, _ = BestStrategy().choose(rules_of_group, logprobs[:, at], of_group, own)
             if is_done and self.padding is not None:  # so this group has all its beams: fewer never fill a pool
                 counts[:, self.padding] += width

@@ -30,16 +30,16 @@ class RowSamplingStrategy(SearchStrategy):
     """
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         num_groups, num_rows, vocab_size = logprobs.shape
-        chances = np.stack([search_uniforms(*seeds, rules.width) for seeds in means.draws])
+        chances = np.stack([search_uniforms(*seeds, rules.width) for seeds in inputs.draws])
         allowed = filtered_search_logprobs(beams.narrow(logprobs), rules.filters, vocab_size)
         tokens = draw_search_tokens(
             allowed, uploaded_for_search(chances, logprobs.device).view(num_groups, num_rows, -1)
         )
         drawn = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
-        stops = rules.stops.end(drawn, means.completes, vocab_size)
+        stops = rules.stops.end(drawn, inputs.completes, vocab_size)
         alone = drawn._replace(scores=drawn.scores.masked_fill(stops, NEVER))
         return SearchDecision(SearchStepResult(*alone, search_candidates_ended(rules, drawn, stops)), logprobs)

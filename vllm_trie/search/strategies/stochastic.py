@@ -32,7 +32,7 @@ class StochasticStrategy(SearchStrategy):
     """
 
     def choose(
-        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, means: SearchInputs
+        self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         scores, vocab_size = beams.scores, logprobs.shape[-1]
@@ -46,14 +46,14 @@ class StochasticStrategy(SearchStrategy):
         before = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
         steps = [
             stochastic_search_step(own, noise, of_rows, rules.width, search_generator(*draw))
-            for own, noise, of_rows, draw in zip(scores, before, allowed, means.draws, strict=True)
+            for own, noise, of_rows, draw in zip(scores, before, allowed, inputs.draws, strict=True)
         ]
         cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
         noisy = noisy.float()
         drawn = SearchCandidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
-        stops = rules.stops.end(drawn, means.completes, vocab_size)
+        stops = rules.stops.end(drawn, inputs.completes, vocab_size)
         into_slots = search_candidates_alive(drawn, stops), rules.width, scores.shape[1]
-        noise = means.select_next(drawn._replace(scores=noisy), *into_slots).scores
-        by_slot, ranks = means.select_next(drawn, *into_slots), SearchRankScores(noise, noisy)
+        noise = inputs.select_next(drawn._replace(scores=noisy), *into_slots).scores
+        by_slot, ranks = inputs.select_next(drawn, *into_slots), SearchRankScores(noise, noisy)
         step = SearchStepResult(*by_slot, search_candidates_ended(rules, drawn, stops), rank_scores=ranks)
         return SearchDecision(step, allowed)

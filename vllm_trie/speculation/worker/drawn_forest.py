@@ -123,7 +123,7 @@ class DrawnForestStep(ForestStep):
         def take(cells: np.ndarray) -> tuple[SearchStepResult, np.ndarray]:
             nonlocal newest
             rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-            choice, slots = take_strategy_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
+            choice, slots = take_strategy_cells(rules, logprobs, scores, drawn, nodes.inputs(rules, lambda: beams[-1]))
             newest = reported_search_step(rules, choice)
             return drawn_forest_on_host(newest), slots.cpu().numpy()
 
@@ -142,7 +142,7 @@ class DrawnForestStep(ForestStep):
         if not steps:  # nothing is possible any more: the search ends
             steps.append(take(np.zeros(0, dtype=np.int64))[0])
             accepted.append(0)
-        kept = self.strategy.kept(newest)
+        kept = self.strategy.going_on(newest)
         newest_tokens = kept.tokens[0].long()
         return Found(
             [*steps[:-1], drawn_forest_on_host(kept)],

@@ -58,7 +58,7 @@ class VerifiedForestNodes:
         """[nodes, V]."""
         return self.values[self._selector.rows.upload(self.at[nodes])]
 
-    def means(self, rules: SearchRules, nodes: Callable[[], list[int]]) -> SearchInputs:
+    def inputs(self, rules: SearchRules, nodes: Callable[[], list[int]]) -> SearchInputs:
         """What a step is taken with from beams that are at `nodes`, which are asked for where the host must know."""
 
         def path(beam: int) -> tuple[int, list[int]]:

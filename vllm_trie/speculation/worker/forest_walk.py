@@ -105,8 +105,8 @@ class VerifyingWalk:
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = KernelLogits.of(self._values, at, rules.stops)
             return take(which, beams, search_numbers(len(at), device), nowhere)
-        means = self.nodes[0].means(rules, cache(lambda: self._numbers(nodes[0])))
-        step = take_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
+        inputs = self.nodes[0].inputs(rules, cache(lambda: self._numbers(nodes[0])))
+        step = take_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
         return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
 
     def _numbers(self, nodes: torch.Tensor) -> list[int]:

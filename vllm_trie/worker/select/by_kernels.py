@@ -50,19 +50,19 @@ class SelectionStepByTorch(TakeStep):
 
     Args:
         rules: By which.
-        means: What else it takes.
+        inputs: What else it takes.
         which: Those of the rows among all logits.
     """
 
     rules: SearchRules
-    means: SearchInputs
+    inputs: SearchInputs
     which: slice | torch.Tensor
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
-        step = take_search_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
+        step = take_search_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.inputs)
         sampled[:, 0].index_copy_(0, places, newest_selected_tokens(NextSearchBeams.of(step), beams))
         return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
 

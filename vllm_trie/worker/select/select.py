@@ -160,23 +160,23 @@ class Selector:
         cohort: SelectionCohort,
         beams: SearchBeams,
         values: torch.Tensor,
-        means: SearchInputs,
+        inputs: SearchInputs,
         sampled: torch.Tensor,
     ) -> PackedSearchStep:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
         if not launches.worker_runs_kernels_on(values.device):
-            step = take_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
+            step = take_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, inputs)
             sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams)
-        if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams, take is not None):
-            take_rows = take or kernels.SelectionStepByTorch(rules, means, slice(None))
+        if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):
+            take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None))
             if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
                 sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
                 return taken
-        return (take or kernels.SelectionStepByTorch(rules, means, which))(logits_of, beams, places, sampled)
+        return (take or kernels.SelectionStepByTorch(rules, inputs, which))(logits_of, beams, places, sampled)
 
     def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
         """[G * r, V] logits of the rows of a cohort, processed."""

@@ -71,7 +71,7 @@ class SelectionGraphs:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def hold(
-        self, rules: SearchRules, means: SearchInputs, logits: KernelLogits, beams: SearchBeams, are_kernels: bool
+        self, rules: SearchRules, inputs: SearchInputs, logits: KernelLogits, beams: SearchBeams, are_kernels: bool
     ) -> bool:
         """Whether graphs may hold such steps.
 
@@ -79,10 +79,10 @@ class SelectionGraphs:
         length of hypotheses.
 
         Args:
-            rules, means, logits, beams: Of the step.
+            rules, inputs, logits, beams: Of the step.
             are_kernels: Kernels take it, not torch.
         """
-        knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
+        knows_more = inputs.draws or inputs.completes is not None or beams.states or beams.rank_scores is not None
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
         if knows_more or rules.constraints or has_long_key or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
