@@ -65,12 +65,8 @@ class BeamGroup:
         self.forests = BeamGroupForests()  # others, where it speculates
         self.counts = GroupCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
+        self.num_rows = 1 if plan.params.memory_mode else plan.width  # that it keeps from step to step of the engine
         self.restart()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the group keeps from one step of the engine to the next."""
-        return 1 if self.plan.params.memory_mode else self.plan.width
 
     @property
     def waits(self) -> bool:
@@ -103,7 +99,8 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
-        self.hypotheses = _new_group_trie(self.plan.params.trace)
+        self.hypotheses = trie = _new_group_trie(self.plan.params.trace)
+        self.traced = cast("TracedTrie", trie) if self.plan.params.trace else None  # remembers the search
         self.pool = self.plan.new_pool()
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
@@ -217,11 +214,6 @@ class BeamGroup:
         rows = np.arange(trie.width)
         running = EndedSearchHypotheses(sums.astype(np.float64), trie.row_tokens(), ~rows, rows)
         return self._found(self.pool.best_so_far(count, running, self.length))
-
-    @property
-    def traced(self) -> TracedTrie | None:
-        """What remembers the search, if it is traced."""
-        return cast("TracedTrie", self.hypotheses) if self.plan.params.trace else None
 
     def unsent(self, best: GroupHypotheses) -> GroupHypotheses:
         """Of these, in a stream, what is not sent yet.

@@ -44,6 +44,7 @@ class DrawnForestStep(ForestStep):
     nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
 
     def __post_init__(self) -> None:
+        ForestStep.__post_init__(self)
         assert isinstance(self.step.rules.strategy, JointSamplingStrategy)
         assert self.step.draw is not None
         self.strategy, self.rng = self.step.rules.strategy, search_generator(*self.step.draw)

@@ -51,22 +51,14 @@ class ForestStep:
     keeps_drafted: bool = True  # what the draft model has computed of drafts holds where they are accepted
     pending: list[list[int]] = field(default_factory=list)  # of each beam the tokens that a draft model has to compute
     grown: Any = None  # a `GrownForest` where the device grows it: `forest` has roots alone until the host has read it
+    budget: SpeculationBudget = field(init=False)  # what it may take
+    rules: list[SearchRules] = field(init=False)  # by step
+    num_beams: int = field(init=False)  # rows of the group
 
-    @property
-    def budget(self) -> SpeculationBudget:
-        """What it may take."""
+    def __post_init__(self) -> None:
         assert self.step.budget is not None
-        return self.step.budget
-
-    @property
-    def num_beams(self) -> int:
-        """Rows of the group."""
-        return len(self.group.row_ids)
-
-    @property
-    def rules(self) -> list[SearchRules]:
-        """By step."""
-        return [self.step.rules, *self.budget.rules]
+        self.budget, self.num_beams = self.step.budget, len(self.group.row_ids)
+        self.rules = [self.step.rules, *self.budget.rules]
 
     @property
     def num_layers(self) -> int:
