@@ -36,8 +36,8 @@ def take_search_step(
     logprobs, beams = _search_row_logprobs(rules, logits, beams)
     if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
         return reported_search_step(rules, rules.strategy.choose(rules, logprobs, beams, inputs))
-    choose_boosted = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
-    return reported_search_step(rules, choose_boosted(rules, logprobs, beams, inputs, boosts))
+    choose_by_boosted_strategy = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
+    return reported_search_step(rules, choose_by_boosted_strategy(rules, logprobs, beams, inputs, boosts))
 
 
 def is_light_search_step(rules: SearchRules) -> bool:
@@ -62,8 +62,8 @@ def joint_search_distribution(
         float32 of each row by itself, at temperature 1.
     """
     logprobs, beams = _search_row_logprobs(rules, logits, beams)
-    joint_probabilities = search_part_on_demand("sampling:joint_search_probabilities")
-    return joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters), logprobs
+    joint_search_probabilities = search_part_on_demand("sampling:joint_search_probabilities")
+    return joint_search_probabilities(beams.scores, beams.narrow(logprobs), rules.filters), logprobs
 
 
 def search_logprobs_of_draft(rules: SearchRules, logits: torch.Tensor, beams: SearchBeams) -> torch.Tensor:

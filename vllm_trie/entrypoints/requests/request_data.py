@@ -45,8 +45,8 @@ class RequestData:
         if self.item_set is not None:
             needed["allowed_sequences"] = self.item_set.num_bytes_on_device
         if self.phrases is not None:
-            most_bytes = search_part_on_demand("constraints.phrase_boosts:most_constraint_bytes")
-            needed["phrase_boosts"] = most_bytes(way for ways, _ in self.phrases for way in ways)
+            most_constraint_bytes = search_part_on_demand("constraints.phrase_boosts:most_constraint_bytes")
+            needed["phrase_boosts"] = most_constraint_bytes(way for ways, _ in self.phrases for way in ways)
         return needed
 
     def __deepcopy__(self, memo: Any) -> Self:

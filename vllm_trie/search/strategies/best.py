@@ -50,8 +50,10 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         if (sparse := beams.sparse) is not None:
-            best_continuations = search_part_on_demand("strategies.best_continuations:best_strategy_continuations")
-            return best_continuations(rules, logprobs, beams, inputs, sparse)
+            best_strategy_continuations = search_part_on_demand(
+                "strategies.best_continuations:best_strategy_continuations"
+            )
+            return best_strategy_continuations(rules, logprobs, beams, inputs, sparse)
         scores, completes, width = beams.scores, inputs.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
         num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
@@ -114,8 +116,8 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         if num_stops <= FEW_STOPS and not leaves_one_out:
             return rank_search_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
         if not as_vllm:
-            rank_apart = search_part_on_demand("rank_apart:rank_search_ends_apart")
-            return rank_apart(allowed, scores, (count - rules.width, rules.width), stops)
+            rank_search_ends_apart = search_part_on_demand("rank_apart:rank_search_ends_apart")
+            return rank_search_ends_apart(allowed, scores, (count - rules.width, rules.width), stops)
         others = stops.biases(allowed.shape[-1], allowed.device, ends=False)
         if factor is not None:
             others[factor[0] : factor[0] + 1] = NEVER
