@@ -96,6 +96,10 @@ class Inputs:
 
         self.places = torch.arange(num_rows, device=device)
         self.sampled = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+        self.row_logits = KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
+        take = select_by_kernels(self.rules, KernelStepSizes(width, vocab_size))
+        assert take is not None
+        self.take = take
         self.candidates = self.rank()
         self.lives = self.candidates.tokens != STOP_TOKEN_ID
         self.rows = self._reordered(self.select_by_torch().parents)
@@ -125,13 +129,7 @@ class Inputs:
 
     def take_by_kernels(self) -> PackedSearchStep:
         """A step, as the runner takes it."""
-        beams, logits = (
-            SearchBeams(self.scores),
-            KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops),
-        )
-        take = select_by_kernels(self.rules, KernelStepSizes.of(beams, self.shape.vocab_size))
-        assert take is not None
-        return take(logits, beams, self.places, self.sampled)
+        return self.take(self.row_logits, SearchBeams(self.scores), self.places, self.sampled)
 
     def take_by_torch(self) -> torch.Tensor:
         """The scores of the next beams."""

@@ -30,7 +30,12 @@ MOST_OF_WIDE = {  # of many beams; likewise
 }
 MOST_OF_FOREST, MOST_WAITS_OF_FOREST = 94, 1  # of four layers, which the host reads without waiting; likewise
 MOST_OF_WIDE_FOREST = 302  # of more than 64 drafts a layer; likewise
-MOST_CALLS = {("plain", 1): 28, ("plain", 8): 28, ("along a catalog", 1): 35}  # of ours, by groups; likewise
+MOST_CALLS = {
+    ("plain", 1): 27,
+    ("plain", 8): 27,
+    ("along a catalog", 1): 34,
+    ("log-probabilities", 1): 32,
+}  # of ours, by groups; likewise
 MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 
 
@@ -78,7 +83,7 @@ def test_ordinary_rows_beside_beams_take_few_launches_more(search: str, num_grou
 @pytest.mark.parametrize(("search", "num_groups"), MOST_CALLS)
 def test_the_host_makes_no_more_calls_than_today(search: str, num_groups: int) -> None:
     step = counted(search, 4, num_groups, is_whole=True)
-    assert step.launches < step.calls <= MOST_CALLS[search, num_groups]
+    assert 0 < step.calls <= MOST_CALLS[search, num_groups]
 
 
 @pytest.mark.parametrize("num_groups", [1, 8])

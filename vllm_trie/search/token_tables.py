@@ -12,7 +12,9 @@ from vllm_trie.search.devices import cached_search_tensors_within, uploaded_for_
 
 CPU = torch.device("cpu")
 MOST_TOKENS = 1 << 31  # of any vocabulary
-TABLE_BYTES = 32 << 20  # of tables of each of the two kinds that stay, and of the lists by which they are found
+TABLE_BYTES = (
+    32 << 20
+)  # of tables of each of the two kinds that stay beside those of running searches, and of lists of them
 BYTES_OF_ID = 40  # of a token in such a list: a number, and its place in a tuple
 
 

@@ -53,11 +53,6 @@ class RunnerStepContext:
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @property
-    def plain(self) -> set[str]:
-        """Groups that take one step of their search each."""
-        return {key for key, step in self.steps.items() if step.selects and key not in self.forests}
-
-    @property
     def num_shared(self) -> dict[str, list[int]]:
         """Of groups that run with all their rows: by KV cache group how many first tokens these share."""
         return {key: step.num_shared for key, step in self.steps.items() if step.decodes and step.num_shared}
@@ -80,7 +75,9 @@ class RunnerStepContext:
     @property
     def most_steps(self) -> int:
         """Steps of the search that any group can take."""
-        return max((1 + forest_step.num_layers for forest_step in self.forests.values()), default=1)
+        if not self.forests:
+            return 1
+        return 1 + max(forest_step.num_layers for forest_step in self.forests.values())
 
     def results(self, packed: Sequence[np.ndarray]) -> dict[str, DecidedMessage]:
         """All that was decided, by group. `packed`: copies of what is on the device."""

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.launch_counter import LaunchCounter
-from benchmarks.weightless import WeightlessStep, kernels_noted
+from benchmarks.weightless import CATALOG, PROMPT, WeightlessStep, kernels_noted
 from tests.support.steps import rules_of
+from vllm_trie.search.constraints.catalog import ItemConstraint
 
 WIDTH, VOCAB_SIZE = 3, 64
+MOST_CHILDREN = 4096, 200, 9, 5000, 9, 300  # by depth: each for another kernel, or another variant, than the one before
 
 
 @pytest.fixture
@@ -52,3 +54,20 @@ def test_another_batch_needs_a_plan_of_its_own(step: WeightlessStep, change: str
     assert len(after.cohorts) == (2 if change == "rules" else 1)
     if change == "rows elsewhere":
         assert not np.array_equal(after.cohorts[0].places, before.cohorts[0].places)
+
+
+def test_along_a_catalog_each_depth_is_taken_by_kernels_for_its_children() -> None:
+    """However many plans a search has needed before, and those that it needs again are not made again."""
+    rules = rules_of(WIDTH, constraints=(ItemConstraint(CATALOG),))
+    with kernels_noted() as noted, LaunchCounter():
+        step = WeightlessStep(rules, 1, VOCAB_SIZE, most_children=MOST_CHILDREN)
+        taken = list[tuple[int, int]]()
+        for length in range(len(MOST_CHILDREN)):
+            for kernel in noted.values():
+                kernel.count = 0
+            step.sample(np.array([len(PROMPT) + length]))
+            taken.append((noted["_rank_items_kernel"].count, noted["_rank_item_tiles_kernel"].count))
+        (cohort,) = step.selector.plan(step.context, step.batch(np.array([len(PROMPT)]))).cohorts
+    assert taken == [(1, 0), (1, 0), (1, 0), (0, 1), (1, 0), (1, 0)]
+    assert [sizes.most_children for sizes in cohort.plans] == [4096, 256, 16, 5000]
+    assert all(logits.values.numel() == 0 for logits, _ in cohort.plans.values()), "they keep a step's logits"

@@ -125,7 +125,9 @@ def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -
         "_attend_to_shared_kernel",
         "_attend_to_own_kernel",
     }
-    assert all(warmed.values()), f"add these to the `warm_up` of their modules: {[n for n in warmed if not warmed[n]]}"
+    assert all(warmed.values()), (
+        f"add these to the `warm_up_kernels` of their modules: {[n for n in warmed if not warmed[n]]}"
+    )
 
 
 @pytest.mark.parametrize("num_ordinary", [0, 1])

@@ -65,15 +65,6 @@ class ConstraintTrie:
         self.most_children = most_children
         self.num_nodes = len(tokens)
 
-    def most_children_at(self, depth: int | None) -> int:
-        """How many a node at this depth, or at any one, has at most.
-
-        Behind the leaves it is one: a stop token may follow, or a step that is scheduled before the host knows the end.
-        """
-        if depth is None:
-            return max(self.most_children)
-        return self.most_children[depth] if depth < len(self.most_children) else 1
-
 
 @dataclass(frozen=True)
 class ConstraintAlongItems(Constraint):
@@ -109,7 +100,17 @@ class ConstraintAlongItems(Constraint):
         if looks:
             node = states % trie.num_nodes
             return max(int((trie.first_child[node + 1] - trie.first_child[node]).max()), 1)
-        return trie.most_children_at(None if self.rules.num_items > 1 or after is not None else length)
+        return self.most_children(length)
+
+    def most_children(self, length: int | None) -> int:
+        """How many children the nodes of rows have at most, after so many tokens; None: after any number.
+
+        Behind the leaves it is one: a stop token may follow, or a step that is scheduled before the host knows the end.
+        """
+        most = self.trie.most_children
+        if length is None or self.rules.num_items > 1 or self.rules.after is not None:
+            return max(most)
+        return most[length] if length < len(most) else 1
 
     def continuations(self, states: torch.Tensor, most: int) -> ConstrainedContinuations:
         """See `Constraint`."""

@@ -4,12 +4,13 @@ Nothing here waits for the device, and what a kernel computes depends on no sche
 autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew where the alignment of an argument changes:
 tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
 
-Each module ends with `warm_up`, which launches all its kernels in all variants that serving can launch;
+Each module ends with `warm_up_kernels`, which launches all its kernels in all variants that serving can launch;
 `worker.startup.warm_up` calls it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -21,6 +22,10 @@ from vllm_trie.worker.kv.reorder import Tables
 
 if TYPE_CHECKING:
     from vllm_trie.worker.kernels.tiles import KernelLogits
+
+
+CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for which look at all children of a row
+MOST_SLOTS = 64  # beams of a group, or rows, that such kernels take
 
 
 class KernelStepSizes(NamedTuple):
@@ -36,11 +41,14 @@ class KernelStepSizes(NamedTuple):
         num_rows = beams.scores.shape[1]
         if not beams.states or (along := cast(ConstraintAlongItems | None, beams.sparse)) is None:
             return KernelStepSizes(num_rows, vocab_size)
-        return KernelStepSizes(num_rows, vocab_size, along.trie.most_children_at(beams.length))
+        most = along.most_children(beams.length)
+        if num_rows <= MOST_SLOTS and most <= CHILDREN[-1]:  # then depths that are nearly alike have one plan
+            most = CHILDREN[bisect_left(CHILDREN, most)]
+        return KernelStepSizes(num_rows, vocab_size, most)
 
 
 class TakeStep(Protocol):
-    """A step of groups with equal rules, by `search.step.take_search_step`: what depends on no logits is planned."""
+    """Takes a step of groups with equal rules, as `search.step.take_search_step` does."""
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
@@ -70,5 +78,5 @@ class KernelVariants(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """The powers of two up to the first that is not below `most_plugin_beams`."""
+        """The powers of two up to the first that is not below `most_beams`."""
         return [1 << exponent for exponent in range((self.most_beams - 1).bit_length() + 1)]

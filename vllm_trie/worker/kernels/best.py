@@ -26,7 +26,7 @@ from vllm_trie.worker.kernels.order_keys import (
     first_of_lists_in_kernel,
     key_score_in_kernel,
 )
-from vllm_trie.worker.kernels.report import REPORTED, launch_report
+from vllm_trie.worker.kernels.report import REPORTED, KernelReport
 from vllm_trie.worker.kernels.tiles import (
     BOTH,
     ENDING,
@@ -71,6 +71,7 @@ class KernelBestStep(TakeStep):
         self._temperature = rules.filters.temperature
         self._rank_rows = KernelRowRanking(_wanted_by_kernels(rules), vocab_size)
         self._layout = layout = kernel_layout_of(rules, num_rows, vocab_size)
+        self._report = None if layout.top_shape is None else KernelReport(layout, vocab_size)
         self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
         counts = rules.num_beams or rules.width, rules.width if self._rank_rows.num_lists > 1 else 0
         num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
@@ -97,8 +98,8 @@ class KernelBestStep(TakeStep):
             tokens, next_scores, words, self._num_words, self._num_ints, places, sampled, sampled.stride(0),
             **self._sizes, num_warps=self._num_warps,
         )  # fmt: skip
-        if self._layout.top_shape is not None:
-            launch_report(logits, tiles, words, self._layout)
+        if self._report is not None:
+            self._report(logits, tiles, words)
         return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
 
 

@@ -17,7 +17,7 @@ from vllm_trie.search.filters import SearchPruning
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
+from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
@@ -50,7 +50,6 @@ from vllm_trie.worker.kernels.tiles import (
 )
 from vllm_trie.worker.launches import cdiv, next_power_of_2
 
-CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for
 ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 

@@ -33,24 +33,38 @@ def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
     return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
-def launch_report(logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor, layout: SearchResultLayout) -> None:
-    """Write the log-probabilities that are reported: of each row the best, and of beams and what finishes their own.
+class KernelReport:
+    """Writes the log-probabilities that a step reports: of each row the best, and of beams and what finishes their own.
 
     Args:
-        logits: Of all rows.
-        tiles: Theirs.
-        words: [G, n] int32, what was decided, see `search.step_result.pack_search_step`.
-        layout: Of these words.
+        layout: Of what was decided.
+        vocab_size: Tokens of a row, V.
     """
-    assert layout.top_shape is not None
-    num_groups, (num_rows, num_tops), (width, count) = len(words), layout.top_shape, layout.floats[:2]
-    nothing, most = filled_for_search((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
-    kept = next(kept for kept in REPORTED if kept >= most)
-    tops = KernelRowRanking(Wanted(most, kept), logits.values.shape[1])(logits, tiles, nothing, num_rows)
-    _write_logprobs_kernel[width + count + num_rows, num_groups](
-        *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
-        num_tops, per_row=kept, block=BLOCK, num_warps=WARPS_TO_REPORT,
-    )  # fmt: skip
+
+    def __init__(self, layout: SearchResultLayout, vocab_size: int) -> None:
+        assert layout.top_shape is not None
+        (self._num_rows, num_tops), (width, count) = layout.top_shape, layout.floats[:2]
+        most = max(num_tops, 1)
+        self._kept = next(kept for kept in REPORTED if kept >= most)
+        self._rank_rows = KernelRowRanking(Wanted(most, self._kept), vocab_size)
+        self._num_written = width + count + self._num_rows
+        self._sides = sum(layout.ints), width, count, self._num_rows, num_tops
+
+    def __call__(self, logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor) -> None:
+        """Write them.
+
+        Args:
+            logits: Of all rows.
+            tiles: Theirs.
+            words: [G, n] int32, what was decided, see `search.step_result.pack_search_step`.
+        """
+        num_groups, num_words = words.shape
+        nothing = filled_for_search((num_groups, self._num_rows), 0.0, words.device)
+        tops = self._rank_rows(logits, tiles, nothing, self._num_rows)
+        _write_logprobs_kernel[self._num_written, num_groups](
+            *logits.arguments, tops.keys, tops.normal, words, num_words, *self._sides, per_row=self._kept, block=BLOCK,
+            num_warps=WARPS_TO_REPORT,
+        )  # fmt: skip
 
 
 WARPS_TO_REPORT = 4
@@ -64,7 +78,7 @@ def _write_logprobs_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, keys, normal, words, num_words, num_ints, width,
     count, num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_report`: a program per continuation or row, and group."""
+    """See `KernelReport`: a program per continuation or row, and group."""
     entry, group, num_entries = tl.program_id(0), tl.program_id(1).to(tl.int64), width + count
     words += group * num_words
     ints, floats = words + 2 * num_entries, words + num_ints + num_entries

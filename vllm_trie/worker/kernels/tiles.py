@@ -87,7 +87,7 @@ def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, devic
 class KernelTiles(NamedTuple):
     """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum.
 
-    The others take it in this order, or the last three, which normalise rows.
+    Kernels take all of it, or what comes first or last, in this order; the last three normalise rows.
     """
 
     going: torch.Tensor  # [R, B * TILES] float32, of what goes on

@@ -26,7 +26,7 @@ from vllm_trie.worker.kernels.best import (
     write_ended_in_kernel,
 )
 from vllm_trie.worker.kernels.order_keys import LAST_KEY
-from vllm_trie.worker.kernels.report import can_report_by_kernels, launch_report
+from vllm_trie.worker.kernels.report import KernelReport, can_report_by_kernels
 from vllm_trie.worker.kernels.tiles import BLOCK, KernelLogits, can_filter_in_kernels, launch_tile_maxima
 from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, launch_best_of_groups
 from vllm_trie.worker.kernels.wide_slots import (
@@ -67,6 +67,7 @@ class KernelWideStep(TakeStep):
         self._stops = rules.stops if rules.strategy == BestStrategy("vllm") else StopConstraints()
         self._count = min(rules.width, num_rows * self._vocab_size)
         self._layout = layout = kernel_layout_of(rules, num_rows, self._vocab_size)
+        self._report = None if layout.top_shape is None else KernelReport(layout, self._vocab_size)
         self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
         self._num_rows = num_rows
         self._how = self._width, self._most, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
@@ -80,8 +81,8 @@ class KernelWideStep(TakeStep):
         among = AmongBest(self._stops.columns(self._vocab_size, device), 2 * self._width)
         keys = launch_best_of_groups(logits, tiles, scores, self._count, self._filters, among)
         taken = self.select(keys, places, sampled)
-        if self._layout.top_shape is not None:
-            launch_report(logits, tiles, taken.words, self._layout)
+        if self._report is not None:
+            self._report(logits, tiles, taken.words)
         return taken
 
     def select(self, keys: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor) -> PackedSearchStep:
@@ -156,7 +157,7 @@ def _select_wide_kernel(
     next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
     part: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_select_wide`: a program per group."""
+    """See `KernelWideStep.select`: a program per group."""
     group = tl.program_id(0).to(tl.int64)
     going, ending, words = keys + group * count, keys + (tl.num_programs(0) + group) * count, words + group * num_words
     first_child, dead, places = first_child + group * width, dead + group * width, places + group * num_rows

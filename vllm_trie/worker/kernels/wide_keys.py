@@ -63,7 +63,7 @@ def launch_best_of_groups(
         tiles: Theirs.
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
-        filters: Of those, `can_filter` says which.
+        filters: Of those, `can_filter_in_kernels` says which.
         among: What ends is left out unless it is.
 
     Returns:

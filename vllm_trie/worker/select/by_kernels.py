@@ -14,6 +14,7 @@ from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, best, in_groups,
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
 
+NO_VALUES = torch.empty(0, 0)  # a plan keeps none of a step's logits
 KINDS = (
     (best, best.KernelBestStep),
     (items, items.KernelStepAlongItems),
@@ -36,12 +37,11 @@ def planned_selection(
     Args:
         beams: What its rows carry.
     """
-    if cohort.row_logits is None:
-        cohort.row_logits = KernelLogits.of(values, cohort.on_device[0], cohort.rules.stops)[1:]
     sizes = KernelStepSizes.of(beams, values.shape[1])
-    if sizes not in cohort.steps:
-        cohort.steps[sizes] = select_by_kernels(cohort.rules, sizes)
-    return KernelLogits(values, *cohort.row_logits), cohort.steps[sizes]
+    if (plan := cohort.plans.get(sizes)) is None:
+        logits = KernelLogits.of(values, cohort.on_device[0], cohort.rules.stops)
+        plan = cohort.plans[sizes] = logits._replace(values=NO_VALUES), select_by_kernels(cohort.rules, sizes)
+    return plan[0]._replace(values=values), plan[1]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_trie.worker.kernels import KernelStepSizes, TakeStep
+    from vllm_trie.worker.kernels.tiles import KernelLogits
 
 
 class InStep(NamedTuple):
@@ -51,8 +52,8 @@ class SelectionCohort:
         places: [G, r], of these in the batch.
         index: [G, r], which of the batch's logits are those of the rows.
         device: Of the logits.
-        row_logits: What kernels know of those of the rows, but for their values: see `KernelLogits`.
-        steps: By its sizes: what takes a step by kernels, once they have; None where torch takes it.
+        plans: By the sizes of a step, once kernels have been asked for it: what they know of the rows' logits, but for
+            their values, and what takes the step; None where torch does.
     """
 
     group_ids: list[str]
@@ -64,8 +65,7 @@ class SelectionCohort:
     places: np.ndarray
     index: np.ndarray
     device: torch.device
-    row_logits: tuple[Any, ...] | None = None
-    steps: dict[KernelStepSizes, TakeStep | None] = field(default_factory=dict)
+    plans: dict[KernelStepSizes, tuple[KernelLogits, TakeStep | None]] = field(default_factory=dict)
 
     @cached_property
     def which(self) -> slice | torch.Tensor:
@@ -106,7 +106,7 @@ class SelectionBatchPlan:
         together = (some for (rules, *_), group_ids in alike.items() for some in parts(rules, group_ids))
         self.cohorts = [self._cohort(group_ids) for group_ids in together]
         self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
-        self.contrasts = any(what.rules.contrasts for what in in_step.values())
+        self.contrasting = [group_id for group_id, what in in_step.items() if what.rules.contrasts]
         self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
         is_ordinary = np.ones(batch.num_reqs, dtype=bool)
         # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.

@@ -88,17 +88,12 @@ class Selector:
 
     def plan(self, context: RunnerStepContext, batch: InputBatch) -> SelectionBatchPlan:
         """What is known of a batch before there are logits: what was known of the last one, as a rule."""
-        plain, masks = context.plain, context.masks
+        groups, forests, masks = self._groups, context.forests, context.masks
         in_step = {
-            group_id: InStep(
-                self._groups[group_id],
-                step.rules,
-                step.decodes,
-                step.selects,
-                group_id in plain,
-                group_id in masks,
+            id_: InStep(
+                groups[id_], step.rules, step.decodes, step.selects, step.selects and id_ not in forests, id_ in masks
             )
-            for group_id, step in context.steps.items()
+            for id_, step in context.steps.items()
         }
         if self._plan is None or not self._plan.fits(in_step, batch):
             self._plan = SelectionBatchPlan(in_step, BatchRows(batch, self._max_num_reqs), self.parts, self.rows.device)
