@@ -52,7 +52,8 @@ def test_a_score_is_what_hypotheses_compete_by(engines: Engines) -> None:
     )
 
 
-TEXTS = [f"def {name}(self):" for name in ("close", "open", "read", "write", "__init__", "run", "stop", "get", "set")]
+NAMES = "close open read write __init__ run stop get set start send copy update clear next add remove flush"
+TEXTS = [f"def {name}(self):" for name in NAMES.split()]  # enough to be interrupted among them, however late
 TOO_LONG = "x = 1\n" * 600
 BATCH = ["--batch-size", "2", "--beam-width", "6", "--n", "3", "--max-tokens", "128", "--length-penalty", "0.5"]
 ENGINE = [
@@ -126,7 +127,7 @@ def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engine
     before = output.read_text()
     assert 2 <= before.count("\n") < len(texts)
 
-    output.write_text(before + '{"id": "no 8", "pro')  # as if it had been killed while it wrote
+    output.write_text(before + '{"id": "no 17", "pro')  # as if it had been killed while it wrote
     in_actors = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engines without processes of their own start sooner
     _, said = (job := start_job(tmp_path, mark, "--num-engines", "2", **in_actors)).communicate(timeout=SECONDS)
     assert job.returncode == 1, said[-3000:]

@@ -40,7 +40,7 @@ import torch
 from vllm.platforms import current_platform
 current_platform.import_kernels()
 from vllm_trie.worker.attention import compiled
-compiled.check(2, 1, 64, 64, torch.bfloat16, "amx")
+compiled.check_compiled_attention(2, 1, 64, 64, torch.bfloat16, "amx")
 """
 
 
