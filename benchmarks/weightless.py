@@ -275,9 +275,9 @@ class WeightlessStep:
     def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
         """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
         plan = self.selector.plan(self.context, self.batch(num_tokens))
-        of_amateur, contrasting = None, plan.contrasting
-        if contrasting:
-            of_amateur = self.amateur.of_step(contrasting, self.context.steps, self.groups, plan.rows)
+        of_amateur = None
+        if plan.contrasts:
+            of_amateur = self.amateur.of_step(self.context.steps, self.groups, plan.rows)
         return self.selector.select(self.context, plan, self.logits, nowhere(len(self.logits), 1), of_amateur)
 
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:

@@ -274,8 +274,8 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
         amateur = None
-        if self.amateur is not None and plan.contrasting:
-            amateur = self.amateur.of_step(plan.contrasting, step.steps, self.groups, rows)
+        if self.amateur is not None and plan.contrasts:
+            amateur = self.amateur.of_step(step.steps, self.groups, rows)
         with gpu_sync_allowed() if step.forests or plan.waits or self.rank_check is not None else nullcontext():
             step.selected = self.selector.select(step, plan, logits, sampled, amateur)
             if step.forests:

@@ -37,6 +37,7 @@ from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.rows import row_rope_state
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import sub_forward_of_rows
+from vllm_trie.worker.select.amateur import contrasting_selections
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.step_context import RunnerStepContext
 
@@ -164,7 +165,7 @@ class TreeSpeculation(RunnerSpeculation):
     def _propose_for_others(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         runner, step, groups = self._runner, self._runner.step, self._runner.groups
-        left_out = [*step.decoding, *(id_ for id_, of_group in step.steps.items() if of_group.rules.contrasts)]
+        left_out = [*step.decoding, *contrasting_selections(step.steps)]
         if isinstance(self.drafter, HeadDrafter) and self.takes_trees:
             beginning = [groups[group_id] for group_id in step.steps if group_id not in left_out]
             with gpu_sync_allowed():

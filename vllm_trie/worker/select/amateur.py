@@ -71,20 +71,16 @@ class SelectionAmateur:
         return SelectionAmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
 
     def of_step(
-        self,
-        group_ids: Sequence[str],
-        steps: Mapping[str, GroupStep],
-        groups: Mapping[str, GroupRows],
-        rows: BatchRows,
+        self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
     ) -> SelectionAmateurLogits:
-        """What it says in a step, after it has computed what the target has.
+        """What it says in a step in which groups contrast it, after it has computed what the target has.
 
         Args:
-            group_ids: Those that contrast it.
             steps: Of all groups in this step.
             groups: Of the runner.
             rows: Where their rows are.
         """
+        group_ids = contrasting_selections(steps)
         places = rows.places(_selection_slots(groups, group_ids))
         read = np.zeros(0, np.int64)
         if any(steps[group_id].has_new_prefix for group_id in group_ids):
@@ -92,6 +88,11 @@ class SelectionAmateur:
             left_out = np.concatenate([places, rows.places(_selection_slots(groups, decoding))])
             read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
         return self.logits(rows.batch, places, read)
+
+
+def contrasting_selections(steps: Mapping[str, GroupStep]) -> list[str]:
+    """The groups whose rows it computes, of those in a step."""
+    return [group_id for group_id, step in steps.items() if step.rules.contrasts]
 
 
 def _selection_slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:

@@ -106,7 +106,7 @@ class SelectionBatchPlan:
         together = (some for (rules, *_), group_ids in alike.items() for some in parts(rules, group_ids))
         self.cohorts = [self._cohort(group_ids) for group_ids in together]
         self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
-        self.contrasting = [group_id for group_id, what in in_step.items() if what.rules.contrasts]
+        self.contrasts = any(what.rules.contrasts for what in in_step.values())
         self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
         is_ordinary = np.ones(batch.num_reqs, dtype=bool)
         # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.

@@ -88,10 +88,10 @@ class Selector:
 
     def plan(self, context: RunnerStepContext, batch: InputBatch) -> SelectionBatchPlan:
         """What is known of a batch before there are logits: what was known of the last one, as a rule."""
-        groups, forests, masks = self._groups, context.forests, context.masks
+        groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
         in_step = {
             id_: InStep(
-                groups[id_], step.rules, step.decodes, step.selects, step.selects and id_ not in forests, id_ in masks
+                groups[id_], step.rules, step.decodes, step.selects, step.selects and id_ in plain, id_ in masks
             )
             for id_, step in context.steps.items()
         }
