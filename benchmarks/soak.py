@@ -302,10 +302,10 @@ def write_catalogs(folder: Path) -> None:
     """The versions of the catalog, for the trained target."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from vllm_trie.catalog import catalog_tokenizer_digest
+    from vllm_trie.catalog import tokenizer_digest
 
     vocab_size = AutoConfig.from_pretrained(TARGET).vocab_size
-    digest = catalog_tokenizer_digest(AutoTokenizer.from_pretrained(TARGET))
+    digest = tokenizer_digest(AutoTokenizer.from_pretrained(TARGET))
     for name, num_items in VERSIONS.items():
         rows, lengths = synthetic(num_items, vocab_size), np.full(num_items, NUM_LEVELS, np.int32)
         Catalog.from_items(CatalogItems(rows.ravel(), lengths, np.arange(num_items)), vocab_size, digest).save(

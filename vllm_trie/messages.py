@@ -168,9 +168,7 @@ class DraftedMessage(NamedTuple):
     seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
     forest: DraftedForest | None = None  # where the search is traced
-    num_computed: int = (
-        0  # tokens that the target computed for it: nodes, and where a device grew it what might be some
-    )
+    num_computed: int = 0  # tokens that the target computed for it: nodes, or where a device grew it what may be some
 
     @property
     def is_forest(self) -> bool:

@@ -78,11 +78,8 @@ def has_states_by_config(model: ModelConfig) -> bool:
 
 def unsupported_speculative_config(vllm_config: VllmConfig) -> dict[str, bool]:
     """What about this engine's speculation makes beams impossible."""
-    config, parallel, without_triton = (
-        vllm_config.speculative_config,
-        vllm_config.parallel_config,
-        vllm_needs_cpu_kernels(),
-    )
+    config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    without_triton = vllm_needs_cpu_kernels()
     if config is None:
         return {}
     is_supported = config.use_ngram() or config.uses_draft_model() or config.method == "eagle3"

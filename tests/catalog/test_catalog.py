@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_trie import catalog as catalog_package
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import CatalogArrays
 from vllm_trie.catalog.file_format import START, CatalogHeader, pack_catalog
-from vllm_trie.catalog.structure import check_catalog_structure
+from vllm_trie.catalog.structure import check_structure
 
 ITEM = "an item"
 Sequences = list[list[int]]
@@ -47,7 +48,7 @@ def padded(sequences: Sequences, length: int) -> np.ndarray:
 @given(SEQUENCES)
 def test_nodes_are_those_of_a_trie_level_by_level_and_ascending(sequences: Sequences) -> None:
     catalog = Catalog.from_sequences(sequences)
-    check_catalog_structure(catalog)
+    check_structure(catalog)
     level, number, ids = [trie_of(sequences)], 0, []
     while level:
         below = []
@@ -262,7 +263,12 @@ def test_a_large_catalog_finds_all_of_its_items() -> None:
     sequences = [random.integers(0, 300, length).tolist() for length in lengths]
     sequences += [sequence[:-1] for sequence in sequences[:1000] if len(sequence) > 1]
     catalog = Catalog.from_sequences(sequences)
-    check_catalog_structure(catalog)
+    check_structure(catalog)
     id_of = {tuple(sequence): index for index, sequence in reversed(list(enumerate(sequences)))}
     assert catalog.num_items == len(id_of)
     assert catalog.find(padded(sequences, 40)).tolist() == [id_of[tuple(sequence)] for sequence in sequences]
+
+
+def test_names_that_users_import_stay() -> None:
+    assert {*catalog_package.__all__} == {"NO_ITEM", "Catalog", "CatalogStore", "check_structure", "tokenizer_digest"}
+    assert all(hasattr(catalog_package, name) for name in catalog_package.__all__)

@@ -16,7 +16,7 @@ from tests.support.engine import TRAINED_TARGET
 from vllm_trie.catalog import lines
 from vllm_trie.catalog.items import CatalogItems
 from vllm_trie.catalog.lines import read_catalog_items
-from vllm_trie.catalog.tokenizer import catalog_tokenizer_digest, load_catalog_tokenizer
+from vllm_trie.catalog.tokenizer import load_catalog_tokenizer, tokenizer_digest
 
 
 def read(path: Path, *rows: str | bytes, **options: object) -> CatalogItems:
@@ -123,12 +123,12 @@ def test_a_file_without_items_is_refused(tmp_path: Path, rows: tuple[str, ...]) 
 
 
 def test_a_tokenizers_digest_is_that_of_its_vocabulary(tokenizer: object) -> None:
-    digest = catalog_tokenizer_digest(tokenizer)
+    digest = tokenizer_digest(tokenizer)
     assert re.fullmatch("[0-9a-f]{16}", digest)
     other = load_catalog_tokenizer(str(TRAINED_TARGET))
-    assert catalog_tokenizer_digest(other) == digest
+    assert tokenizer_digest(other) == digest
     other.add_tokens("<item_0>")
-    assert catalog_tokenizer_digest(other) != digest
+    assert tokenizer_digest(other) != digest
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import CatalogArrays
 from vllm_trie.catalog.file_format import CatalogHeader, pack_catalog
-from vllm_trie.catalog.structure import check_catalog_structure
+from vllm_trie.catalog.structure import check_structure
 
 GOOD = CatalogArrays(  # [1, 2], [1, 3], [4]
     item_ids=np.array([2, 0, 1]),
@@ -28,7 +28,7 @@ def catalog(header: CatalogHeader = HEADER, **changed: Any) -> Catalog:
 
 
 def test_the_arrays_that_are_changed_below_are_a_trie() -> None:
-    check_catalog_structure(catalog())
+    check_structure(catalog())
     assert catalog().to_bytes() == Catalog.from_sequences([[1, 2], [1, 3], [4]]).to_bytes()
 
 
@@ -53,4 +53,4 @@ def test_the_arrays_that_are_changed_below_are_a_trie() -> None:
 )
 def test_what_is_no_trie_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^catalog items is no trie: {message}; build it again by python -m"):
-        check_catalog_structure(catalog(**changed))
+        check_structure(catalog(**changed))

@@ -7,16 +7,16 @@ from vllm_trie.catalog.store import CatalogStore
 
 if TYPE_CHECKING:
     from vllm_trie.catalog.catalog import NO_ITEM, Catalog
-    from vllm_trie.catalog.structure import check_catalog_structure
-    from vllm_trie.catalog.tokenizer import catalog_tokenizer_digest
+    from vllm_trie.catalog.structure import check_structure
+    from vllm_trie.catalog.tokenizer import tokenizer_digest
 
-__all__ = ["NO_ITEM", "Catalog", "CatalogStore", "catalog_tokenizer_digest", "check_catalog_structure"]
+__all__ = ["NO_ITEM", "Catalog", "CatalogStore", "check_structure", "tokenizer_digest"]
 
 _HOMES = {
     "NO_ITEM": "vllm_trie.catalog.catalog",
     "Catalog": "vllm_trie.catalog.catalog",
-    "check_catalog_structure": "vllm_trie.catalog.structure",
-    "catalog_tokenizer_digest": "vllm_trie.catalog.tokenizer",
+    "check_structure": "vllm_trie.catalog.structure",
+    "tokenizer_digest": "vllm_trie.catalog.tokenizer",
 }
 
 

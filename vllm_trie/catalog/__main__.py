@@ -15,8 +15,8 @@ from tqdm import tqdm
 from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.catalog.catalog import Catalog
 from vllm_trie.catalog.lines import read_catalog_items
-from vllm_trie.catalog.structure import check_catalog_structure
-from vllm_trie.catalog.tokenizer import catalog_tokenizer_digest, load_catalog_tokenizer
+from vllm_trie.catalog.structure import check_structure
+from vllm_trie.catalog.tokenizer import load_catalog_tokenizer, tokenizer_digest
 
 PROGRAM = "python -m vllm_trie.catalog"
 INTERRUPTED = 130
@@ -101,7 +101,7 @@ def _inspect_catalog(args: argparse.Namespace) -> None:
 
 def _check_catalog(args: argparse.Namespace) -> None:
     catalog = Catalog.open(args.catalog)
-    check_catalog_structure(catalog)
+    check_structure(catalog)
     _, digest, vocab_size = _catalog_vocabulary(args)
     if vocab_size is not None:
         catalog.check_fits(vocab_size, digest)
@@ -113,7 +113,7 @@ def _catalog_vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int 
     if args.tokenizer is None:
         return None, None, args.vocab_size
     tokenizer = load_catalog_tokenizer(args.tokenizer)
-    return tokenizer, catalog_tokenizer_digest(tokenizer), args.vocab_size or len(tokenizer)
+    return tokenizer, tokenizer_digest(tokenizer), args.vocab_size or len(tokenizer)
 
 
 def _positive_catalog_number(text: str) -> int:

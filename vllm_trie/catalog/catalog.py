@@ -72,7 +72,7 @@ class Catalog(CatalogHeader):
         Args:
             ids: By sequence, not negative. If None, a sequence's index.
             vocab_size: Token ids are below.
-            tokenizer: `catalog_tokenizer_digest` of the tokenizer that the ids come from.
+            tokenizer: `tokenizer_digest` of the tokenizer that the ids come from.
 
         Raises:
             ValueError: a sequence is empty or has a token that is none; there are no sequences.
@@ -168,7 +168,7 @@ class Catalog(CatalogHeader):
 
         Args:
             vocab_size: Of the model.
-            tokenizer: `catalog_tokenizer_digest` of the model's tokenizer; None if it is not known.
+            tokenizer: `tokenizer_digest` of the model's tokenizer; None if it is not known.
         """
         if self.max_token >= vocab_size:
             reason = f"token {self.max_token} is in it, and the model has {vocab_size} tokens"

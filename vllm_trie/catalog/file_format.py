@@ -35,7 +35,7 @@ class CatalogHeader:
     num_items: int
     num_nodes: int
     vocab_size: int | None  # token ids are below, as far as whoever built it knew
-    tokenizer: str | None  # `catalog_tokenizer_digest` of the tokenizer that it was built with
+    tokenizer: str | None  # `tokenizer_digest` of the tokenizer that it was built with
     shortest: int  # tokens of an item
     longest: int
     most_children: list[int]  # by depth, from the root's 0 to longest - 1

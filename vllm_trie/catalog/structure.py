@@ -9,7 +9,7 @@ from vllm_trie.catalog.catalog import Catalog
 from vllm_trie.catalog.file_format import AGAIN, CatalogHeader
 
 
-def check_catalog_structure(catalog: Catalog) -> None:
+def check_structure(catalog: Catalog) -> None:
     """Raise ValueError if a node cannot be reached, or its children are not ascending, or no item comes of it.
 
     Kernels look nodes up without a look at their number. This goes over each array five times at most, in about as long

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 
-def catalog_tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: Any) -> str:
     """Which vocabulary a tokenizer has: 16 hex digits, the same wherever the same strings have the same ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]

@@ -38,11 +38,8 @@ def search_gumbel_top_k(
     Returns:
         Log-weights with noise [G, count] float64, -inf where nothing was left to draw, and their indices.
     """
-    generators, found, first = (
-        [search_generator_on_device(rng, logs.device) for rng in rngs],
-        list[tuple[torch.Tensor, ...]](),
-        0,
-    )
+    generators = [search_generator_on_device(rng, logs.device) for rng in rngs]
+    found, first = list[tuple[torch.Tensor, ...]](), 0
     for part in split_for_search(logs):
         values, indices = _perturbed_in_search(part, generators).topk(min(count, part.shape[-1]), dim=-1)
         found.append((values, indices + first if first else indices))
@@ -65,11 +62,8 @@ def stochastic_search_step(
         logprobs: [..., b, V], normalised; -inf for what may not be taken.
         count: Beams to keep; fewer come back if there are fewer continuations.
     """
-    generator, found, vocab_size = (
-        search_generator_on_device(rng, logprobs.device),
-        list[tuple[torch.Tensor, ...]](),
-        logprobs.shape[-1],
-    )
+    generator, vocab_size = search_generator_on_device(rng, logprobs.device), logprobs.shape[-1]
+    found = list[tuple[torch.Tensor, ...]]()
     for rows in search_parts((logprobs[..., 0, 0].numel(), *logprobs.shape[-2:])):
         phi = scores[..., rows].double()[..., None] + logprobs[..., rows, :].double()
         noise = _perturbed_in_search(phi[None], [generator])[0]

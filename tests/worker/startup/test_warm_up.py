@@ -31,8 +31,7 @@ from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
-from vllm_trie.worker.kernels import KernelStepSizes
-from vllm_trie.worker.kernels.best import SLOTS
+from vllm_trie.worker.kernels import SLOTS, KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.select.by_kernels import select_by_kernels

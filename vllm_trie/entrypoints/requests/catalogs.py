@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.catalog import Catalog, CatalogStore, catalog_tokenizer_digest, check_catalog_structure
+from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
 from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
@@ -147,9 +147,9 @@ def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: 
 
 def _checked_catalog_for_requests(path: str, model_config: ModelConfig) -> Catalog:
     catalog = Catalog.open(path)
-    check_catalog_structure(catalog)
+    check_structure(catalog)
     digest = None
     if catalog.tokenizer is not None and not model_config.skip_tokenizer_init:
-        digest = catalog_tokenizer_digest(cached_tokenizer_from_config(model_config))
+        digest = tokenizer_digest(cached_tokenizer_from_config(model_config))
     catalog.check_fits(model_config.get_vocab_size(), digest)
     return catalog

@@ -49,7 +49,8 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
     return _catalog_served_as(name, catalog)
 
 
-class ServedCatalogVersion(BaseModel):
+# What OpenAPI says of these routes is named by what is here.
+class NewVersion(BaseModel):
     """What a client posts."""
 
     model_config = ConfigDict(extra="forbid")
@@ -57,7 +58,7 @@ class ServedCatalogVersion(BaseModel):
 
 
 @router.get("")
-async def serve_list_of_catalogs(request: Request) -> list[dict[str, Any]]:
+async def list_catalogs(request: Request) -> list[dict[str, Any]]:
     """What there is, as this server knows it."""
     vllm_config = request.app.state.vllm_config
     if not has_beams(vllm_config):
@@ -67,7 +68,7 @@ async def serve_list_of_catalogs(request: Request) -> list[dict[str, Any]]:
 
 
 @router.post("/{name}")
-async def serve_load_of_catalog(name: str, version: ServedCatalogVersion, request: Request) -> dict[str, Any]:
+async def load(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
     """Take a new version of one."""
     state = request.app.state
     try:

@@ -120,10 +120,8 @@ class PhraseBoostConstraint(Constraint):
     def pending(self, states: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         tables = self._tables(states.device)
-        num_tokens, nodes = (
-            len(tables.tokens),
-            _next_constraint_nodes(tables, states),
-        )  # by row: there are more continuations
+        num_tokens = len(tables.tokens)
+        nodes = _next_constraint_nodes(tables, states)  # by row: there are more continuations
         columns = torch.searchsorted(tables.tokens, tokens).clamp(max=num_tokens - 1)
         after = nodes.flatten(1).gather(1, parents * num_tokens + columns)
         return tables.pending[after.where(tables.tokens[columns] == tokens, ROOT)]

@@ -185,11 +185,8 @@ def _draft_match_places(history: _DraftHistories, num_tokens: int, skip: int) ->
     starts = np.searchsorted(newest[by_token], own[rows, columns], side="left")
     counts = np.searchsorted(newest[by_token], own[rows, columns], side="right") - starts
     if counts.sum() <= MOST_PAIRS:
-        of_tails, rows, columns = (
-            by_token[search_spans(starts, counts)],
-            np.repeat(rows, counts),
-            np.repeat(columns, counts),
-        )
+        of_tails = by_token[search_spans(starts, counts)]
+        rows, columns = np.repeat(rows, counts), np.repeat(columns, counts)
     else:
         rows, columns = np.nonzero(own == newest[:, None])
         of_tails = rows

@@ -121,12 +121,8 @@ def plant_forests(
     """
     forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
     columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
-    num_nodes, num_rows, num_tables = (
-        forest_growth_layer(plans, -1).stop,
-        plans[-1].rows.stop,
-        len(forest_steps[0].blocks),
-    )
-    num_nodes, columns = (-(-count // ALIGNED) * ALIGNED for count in (num_nodes, columns))
+    num_rows, num_tables = plans[-1].rows.stop, len(forest_steps[0].blocks)
+    num_nodes, columns = (-(-n // ALIGNED) * ALIGNED for n in (forest_growth_layer(plans, -1).stop, columns))
     num_words = -(-(1 + max(forest_step.budget.max_drafts for forest_step in forest_steps)) // WORD)
     most_spare = max(len(blocks) for forest_step in forest_steps for blocks in forest_step.spare_blocks)
     words = np.zeros(3 * num_nodes + num_tables * num_rows * columns, np.int32)

@@ -45,11 +45,8 @@ def verify_forests(
     nodes = {
         group_id: VerifiedForestNodes(selector, rows, forest_step, logits) for group_id, forest_step in forests.items()
     }
-    found, paths, decided = (
-        _search_verified_forests([*nodes.values()]),
-        list[AcceptedPath](),
-        dict[str, DecidedMessage](),
-    )
+    found = _search_verified_forests([*nodes.values()])
+    paths, decided = list[AcceptedPath](), dict[str, DecidedMessage]()
     for group_id, forest_step in forests.items():
         steps, beams, accepted = found[nodes[group_id]][:3]
         paths.append(accepted_forest_path(forest_step, steps, beams))

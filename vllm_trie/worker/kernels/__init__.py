@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for which look at all children of a row
-MOST_SLOTS = 64  # beams of a group, or rows, that such kernels take
+SLOTS = 4, 16, 32, 64  # of a group, that kernels are compiled for; of more a program would spill its group's keys
 
 
 class KernelStepSizes(NamedTuple):
@@ -42,7 +42,7 @@ class KernelStepSizes(NamedTuple):
         if not beams.states or (along := cast(ConstraintAlongItems | None, beams.sparse)) is None:
             return KernelStepSizes(num_rows, vocab_size)
         most = along.most_children(beams.length)
-        if num_rows <= MOST_SLOTS and most <= CHILDREN[-1]:  # then depths that are nearly alike have one plan
+        if num_rows <= SLOTS[-1] and most <= CHILDREN[-1]:  # then depths that are nearly alike have one plan
             most = CHILDREN[bisect_left(CHILDREN, most)]
         return KernelStepSizes(num_rows, vocab_size, most)
 

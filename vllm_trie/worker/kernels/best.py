@@ -18,7 +18,7 @@ from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
+from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
@@ -39,7 +39,6 @@ from vllm_trie.worker.kernels.tiles import (
     launch_tile_maxima,
 )
 
-SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
 KEYS_AT_A_TIME = 1024  # that it puts in order
 SEMANTICS = (
     BestStrategy("hf"),

@@ -20,10 +20,9 @@ from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
-from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
+from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     HF,
-    SLOTS,
     decide_in_kernel,
     kernel_sizes_to_select,
     kernel_slots_of,

@@ -17,10 +17,9 @@ from vllm_trie.search.filters import SearchPruning
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes, KernelVariants, TakeStep
+from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
-    SLOTS,
     into_slots_in_kernel,
     kernel_sizes_to_select,
     kernel_slots_of,
@@ -95,12 +94,8 @@ class KernelStepAlongItems(TakeStep):
         logits = logits._replace(temperature=self._temperature)
         (num_groups, num_rows), device = beams.scores.shape, places.device
         ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
-        scores, states, trie, tiles = (
-            beams.scores.contiguous(),
-            states.contiguous(),
-            along.trie,
-            launch_tile_maxima(logits),
-        )
+        scores, states, trie = beams.scores.contiguous(), states.contiguous(), along.trie
+        tiles = launch_tile_maxima(logits)
         keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
         normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
         nodes = states, trie.first_child, trie.tokens

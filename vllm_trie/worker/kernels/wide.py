@@ -204,9 +204,7 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step."""
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
-        own, rules = (
-            SearchBeams(torch.zeros(1, 1, device=serving.device)),
-            SearchRules(1, BestStrategy(), StopConstraints((0,))),
-        )
+        own = SearchBeams(torch.zeros(1, 1, device=serving.device))
+        rules = SearchRules(1, BestStrategy(), StopConstraints((0,)))
         if can_take_by_kernels(rules, sizes := KernelStepSizes.of(own, logits.shape[1])):
             KernelWideStep(rules, sizes)(KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())

@@ -41,7 +41,7 @@ class RowCatalogs:
         """
         if self._device is not None:
             catalog = catalog_files.Catalog.open(path)
-            catalog_files.check_catalog_structure(catalog)
+            catalog_files.check_structure(catalog)
             catalog.check_fits(vocab_size, None)
             self._add(catalog)
 

@@ -16,7 +16,7 @@ from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.support.forks import Fork
 from tests.support.served import NEWER, TITLES
-from vllm_trie.catalog import Catalog, catalog_tokenizer_digest
+from vllm_trie.catalog import Catalog, tokenizer_digest
 
 
 class ShortIsGood(BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(path: Path, titles: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     rows = tokenizer(titles, add_special_tokens=False)["input_ids"]
-    Catalog.from_sequences(rows, tokenizer=catalog_tokenizer_digest(tokenizer)).save(path)
+    Catalog.from_sequences(rows, tokenizer=tokenizer_digest(tokenizer)).save(path)
 
 
 @pytest.fixture(scope="package")
