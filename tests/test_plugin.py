@@ -49,7 +49,7 @@ ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
 
 SELECTED = """
-assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
+assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.scheduler.AsyncBeamScheduler"
 assert config.parallel_config.worker_cls == "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
@@ -171,7 +171,7 @@ from vllm_trie import entrypoints, plugin
 from vllm_trie.compat.patch import VLLMWrapper
 def unwrapped():
     found = pkgutil.walk_packages(entrypoints.__path__, "vllm_trie.entrypoints.")
-    modules = [import_module(module.name) for module in found]
+    modules = [import_module(module.name) for module in found if not module.name.endswith(".llm_engine_step")]
     wrappers = [wrapper for module in modules for wrapper in vars(module).values() if isinstance(wrapper, VLLMWrapper)]
     return {{patch.owner for wrapper in wrappers for patch in wrapper.patches if not patch.is_applied}}
 plugin.register()
@@ -191,7 +191,7 @@ def drafting(**changed: object) -> dict[str, object]:
     return {"speculative_config": {**DRAFTING, **changed}}
 
 
-STARTS, STARTS_SYNC = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler", "vllm_trie.engine.scheduler.BeamScheduler"
+STARTS, STARTS_SYNC = "vllm_trie.engine.scheduler.AsyncBeamScheduler", "vllm_trie.engine.scheduler.BeamScheduler"
 STARTS_EITHER = "BeamScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLLM_PLUGINS=trie_beam selects

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
-ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
+ASYNC_SCHEDULER = "vllm_trie.engine.scheduler.AsyncBeamScheduler"
 
 _parsed: dict[int, tuple[object, EngineOptions]] = {}  # by the id of an `additional_config`, which is kept with it
 

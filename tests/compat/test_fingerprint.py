@@ -358,8 +358,8 @@ def test_every_kernel_that_a_replaced_one_calls_is_listed() -> None:
 
 def ours() -> list[tuple[type, str, object, TouchedPart | None, str]]:
     """Every override of a method of vLLM: our class, the name, the function, the piece if listed, the target."""
-    from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
+    from vllm_trie.engine.scheduler import AsyncBeamScheduler
     from vllm_trie.worker.attention import cpu_backend, gpu_backend
     from vllm_trie.worker.cpu_worker import BeamCPUModelRunner, BeamCPUWorker
     from vllm_trie.worker.gpu_worker import BeamGPUWorker

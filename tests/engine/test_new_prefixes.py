@@ -29,7 +29,7 @@ def marked(**rows: Row) -> set[str]:
     manager = object.__new__(BeamKVCacheManager)
     blocks = {name: [SimpleNamespace(block_id=block_id) for block_id in row.blocks] for name, row in rows.items()}
     of_tokens = SimpleNamespace(block_size=BLOCK_SIZE, req_to_blocks=blocks)
-    manager.coordinator = SimpleNamespace(single_type_managers=[of_tokens])
+    manager._managers = (of_tokens,)
     steps = {name: GroupStep(row.rules, selects=True) for name, row in rows.items() if row.rules}
     new = [SimpleNamespace(req_id=name, num_computed_tokens=row.before) for name, row in rows.items() if row.is_new]
     scheduled = {name: row.scheduled for name, row in rows.items()}

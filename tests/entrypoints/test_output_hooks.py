@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import beam_params
-from vllm_trie.entrypoints import llm_engine, output_hooks
+from vllm_trie.entrypoints import llm_engine_step, output_hooks
 from vllm_trie.entrypoints.output_hooks import COMPLETE, OFFLINE, ONLINE, OfflineHook, OnlineHook
 
 OUTSIDE = "step_search", "reranking", "batch", "trace", "mend"
@@ -65,7 +65,7 @@ def test_an_engine_without_beams_has_none(engine: Any, monkeypatch: pytest.Monke
 def test_a_step_asks_hooks_that_wait_for_something_alone(engine: Any) -> None:
     hook: Any = SimpleNamespace(waiting={}, take=lambda engine, outputs: [*outputs, "more"])
     OFFLINE[engine] = {"a kind": hook}
-    step = llm_engine.llm_engine_step.function
+    step = llm_engine_step.llm_engine_step.function
     assert step(lambda self: ["output"], engine) == ["output"]
     hook.waiting["request"] = None
     assert step(lambda self: ["output"], engine) == ["output", "more"]

@@ -91,11 +91,6 @@ class BeamGroup:
         """Steps until the length is reached."""
         return self.plan.stop_rules.max_length - self.length
 
-    @property
-    def num_common(self) -> int:
-        """Generated tokens that all rows have in common: one computes them before it fans out again."""
-        return self._num_resumed or 0
-
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
@@ -105,7 +100,8 @@ class BeamGroup:
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
         self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
-        self._num_resumed: int | None = None  # tokens that rows had in common when they were lost, if ever
+        self.num_common = 0  # generated tokens that all rows have in common: one computes them before it fans out again
+        self._are_rows_lost = False  # once, ever
         self.forests.restart()
         for part in (self.matchers, self.stream):
             if part is not None:
@@ -115,7 +111,8 @@ class BeamGroup:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
         if self.length > 0:
             num_common = num_equal_trie_columns(self.hypotheses.ancestors())
-            self._num_resumed = self.forests.drafted_length = min(num_common, self.length - 1)
+            self.num_common = self.forests.drafted_length = min(num_common, self.length - 1)
+            self._are_rows_lost = True
 
     def paths_to_fan_out(self) -> np.ndarray:
         """[rows, n] for each row a key per token to compute after it fans out; where keys are equal, histories are."""
@@ -130,7 +127,7 @@ class BeamGroup:
 
     def resumed(self) -> Resumed | None:
         """What the worker must know to fan out a group that was preempted."""
-        if self._num_resumed is None:
+        if not self._are_rows_lost:
             return None
         return Resumed(self.hypotheses.histories(), self.hypotheses.row_scores(), self._rank_scores)
 
@@ -149,7 +146,8 @@ class BeamGroup:
             GrammarError: a row took a token that its grammar does not take.
         """
         self.length += 1
-        trie, rank_scores, ended = self.hypotheses, step.rank_scores, self._finish(step)
+        trie, rank_scores = self.hypotheses, step.rank_scores
+        ended = self._finish(step) if len(step.finished.tokens) else NO_ENDED
         running = step.scores if rank_scores is None else rank_scores.beams
         outdone, is_over = self.pool.advance(ended, running, self.length)
         if len(outdone):
@@ -159,7 +157,10 @@ class BeamGroup:
         if is_over or self.num_steps_left == 0:
             return True
         beams = SearchCandidates(self._rows(step.parents), step.tokens, step.scores)
-        trie.advance(*beams, _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
+        reports: Notes = ()
+        if step.top_logprobs is not None:
+            reports = _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs)
+        trie.advance(*beams, reports)
         self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
         if self.matchers is not None:
             self.matchers.advance(*beams)
@@ -168,8 +169,6 @@ class BeamGroup:
     def _finish(self, step: SearchStepResult) -> EndedSearchHypotheses:
         """Take in the hypotheses that end in one step."""
         finished, rank_scores = step.finished, step.rank_scores
-        if not len(finished.tokens):
-            return NO_ENDED
         reports = _group_token_reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
         sums = finished.scores if rank_scores is None else rank_scores.finished

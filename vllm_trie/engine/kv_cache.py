@@ -8,7 +8,7 @@ blocks over.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_block
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
+SHARED_SPECS = FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec  # whose layers read what all rows share once
 
 
 def most_group_lookahead_blocks(num_held: int) -> int:
@@ -39,6 +40,7 @@ class RowUpdate:
 
     rows: NewRows | None = None  # where it fans out
     new_blocks: list[np.ndarray] | None = None  # else, at a block boundary: see `GroupStep`
+    num_shared: list[int] = field(default_factory=list)  # see `GroupStep`
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class _GroupKVBlocks:
     paths: np.ndarray  # what its rows compute after it fans out, see `BlockTrie.fan_out`
     is_prefilling: bool = False
     tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
+    of_tokens: BlockTrie = field(init=False)  # of these the first one that holds tokens
     steps: int = 0
     update: RowUpdate | None = None
     next_blocks: list[list[int]] = field(default_factory=list)  # lookahead of its rows, by KV cache group
@@ -61,11 +64,6 @@ class _GroupKVBlocks:
         """Blocks that only its rows have, what is to be reclaimed among them."""
         return sum(trie.num_held for trie in self.tries) + len(self.lookahead_blocks)
 
-    @property
-    def num_tokens(self) -> int:
-        """For which each row has room, once the group has fanned out."""
-        return next(trie.num_tokens for trie in self.tries if trie.holds_tokens)
-
 
 class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group.
@@ -77,6 +75,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._managers: tuple[SingleTypeKVCacheManager, ...] = self.coordinator.single_type_managers
         self.reclaim_interval = 1
         self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
         self.counts = TrieBlockCounts()  # of groups that have ended
@@ -136,29 +135,25 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         assert not group.tries, f"group {request_id} closed with its blocks held"
 
     def take_update(self, request_id: str) -> RowUpdate | None:
-        """What `allocate_slots` gave to the rows of a group in this step."""
-        group = self._groups[request_id]
-        update, group.update = group.update, None
-        return update
-
-    def num_shared_tokens(self, request_id: str) -> list[int]:
-        """By KV cache group: how many tokens, the first ones, lie in blocks that all rows of a decoding group share.
+        """What `allocate_slots` gave to the rows of a group in this step, and how many first tokens all of them share.
 
         Of a window's, those that have left it count as well. Of what an encoder made, all do.
         """
-        return [
-            trie.num_common() * trie.block_size
-            if isinstance(manager.kv_cache_spec, FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec)
-            else 0
-            for trie, manager in zip(self._groups[request_id].tries, self._managers, strict=True)
-        ]
+        group = self._groups[request_id]
+        if (update := group.update) is None:
+            return None
+        group.update = None
+        for trie, manager in zip(group.tries, self._managers, strict=True):
+            is_shared = isinstance(manager.kv_cache_spec, SHARED_SPECS)
+            update.num_shared.append(trie.num_common() * trie.block_size if is_shared else 0)
+        return update
 
     def count_blocks(self, request_id: str) -> tuple[int, int]:
         """How many KV blocks the rows of a decoding group hold, and how many of them, the first ones, all share.
 
         Of the first KV cache group that holds tokens; blocks that have left a window are shared, and not held.
         """
-        trie = next(trie for trie in self._groups[request_id].tries if trie.holds_tokens)
+        trie = self._groups[request_id].of_tokens
         return trie.num_live_blocks, trie.num_common()
 
     def allocate_lookahead(
@@ -224,7 +219,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
                 trie.fork(parents, num_tokens + index)
                 if group.steps % self.reclaim_interval == 0:
                     self._reclaim(trie)
-        self._take_back(group)
+        if group.next_blocks:
+            self._take_back(group)
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
         is_bounded = any(bound is not None for bound in (*args, *kwargs.values()))  # 0.33, where other outputs are kept
@@ -353,15 +349,11 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
                 for block_id in np.unique(trie.table()).tolist():
                     assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
 
-    @property
-    def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
-        return self.coordinator.single_type_managers
-
     def _fan_out(self, request: Request, group: _GroupKVBlocks) -> bool:
         """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
-        new_blocks = self._new_blocks(_manager_blocks_beyond(m, num_tokens, group.paths) for m in self._managers)
+        new_blocks = self._new_blocks([_manager_blocks_beyond(m, num_tokens, group.paths) for m in self._managers])
         if new_blocks is None:
             return False
         null, tables, copies = self.block_pool.null_block.block_id, [], []
@@ -371,6 +363,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             copies.append(trie.fan_out(group.paths, blocks))
             group.tries.append(trie)
             tables.append(np.pad(trie.table(), ((0, 0), (trie.num_skipped, 0)), constant_values=null))
+        group.of_tokens = next(trie for trie in group.tries if trie.holds_tokens)
         self.coordinator.pop_blocks_for_free(request.request_id)
         group.is_prefilling = False
         group.update = RowUpdate(NewRows(tables, np.concatenate(copies).astype(np.int64)))
@@ -393,22 +386,25 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         num_tokens = request.num_computed_tokens
         for trie, manager in zip(group.tries, self._managers, strict=True):
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
-            trie.skip(_manager_blocks_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
+            if num_skipped := _manager_blocks_skipped(manager, num_tokens):
+                trie.skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
-        if num_tokens + num_new_tokens <= group.num_tokens:
+        if num_tokens + num_new_tokens <= group.of_tokens.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
-        new_blocks = self._new_blocks(trie.blocks_to_grow() for trie in group.tries)
-        if new_blocks is None:
+        needs = [trie.blocks_to_grow() for trie in group.tries]
+        if not any(needs):
+            for trie in group.tries:
+                trie.grow(())
+            return True
+        if (new_blocks := self._new_blocks(needs)) is None:
             return False
         for trie, blocks in zip(group.tries, new_blocks, strict=True):
             trie.grow(blocks)
-        if any(new_blocks):
-            update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
+        update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
         return True
 
-    def _new_blocks(self, needs: Iterable[int]) -> list[list[int]] | None:
+    def _new_blocks(self, needs: Sequence[int]) -> list[list[int]] | None:
         """Blocks for the tries of a group, by KV cache group; None if there are too few."""
-        needs = list(needs)
         if sum(needs) > self.block_pool.get_num_free_blocks():
             self._reclaim_all()
             if sum(needs) > self.block_pool.get_num_free_blocks():
@@ -432,8 +428,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self.peak_group_blocks = max(self.peak_group_blocks, self.num_group_blocks)
 
     def _reclaim(self, trie: BlockTrie) -> int:
-        blocks = trie.reclaim()
-        self._free_blocks(blocks)
+        if blocks := trie.reclaim():
+            self._free_blocks(blocks)
         return len(blocks)
 
     def _reclaim_all(self) -> int:

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,7 +41,7 @@ from vllm_trie.engine.outputs import (
 )
 from vllm_trie.engine.prefix_publishing import GroupPrefixCache
 from vllm_trie.engine.speculation import Growing, SchedulerBudgets
-from vllm_trie.engine.stats import GroupCounts, GroupTally, attach_group_stats
+from vllm_trie.engine.stats import GroupTally, attach_group_stats, count_group_forward
 from vllm_trie.messages import (
     NOT_DRAFTED,
     DecidedMessage,
@@ -90,6 +91,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
     )
     kv_cache_manager: BeamKVCacheManager
     max_num_active_reqs: int
+    _is_async: ClassVar = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with VLLMPatch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
@@ -216,8 +218,10 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             self.max_num_scheduled_tokens += budget_of_other_rows
             self.max_num_active_reqs = admission_limit
             self.deferred_waiting.difference_update(self._now.held_back)
-        self._give_up_on_a_group_that_starves_alone(output)
-        self._drop_padding(output)
+        if not (output.num_scheduled_tokens or self.running):
+            self._give_up_on_a_group_that_starves_alone()
+        if output.scheduled_spec_decode_tokens:
+            self._drop_padding(output)
         if self._now.brings:
             self.catalogs.load(self._brought())
         steps = self._group_steps(output)
@@ -225,8 +229,11 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             num_tokens = self._num_tokens(output, steps)
             spare_tokens = self.max_num_scheduled_tokens - num_tokens
             self._budgets.share_out(list(self._growing(output, steps)), output, num_tokens, spare_tokens)
-        for group_id, step in steps.items():
-            self.groups[group_id].num_pending += step.selects
+        for group_id, group in self.groups.items():
+            if group_id in steps:
+                group.num_pending += steps[group_id].selects
+            if self._is_async:
+                _expect_pending_steps(self.requests[group_id], group)
         has_changes = self.catalogs.changes is not None
         if steps or has_changes:
             attach_group_messages(output, steps, self.catalogs.take_changes() if has_changes else None)
@@ -274,11 +281,13 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         for group_id in self.groups:  # which have a forest of their own, and none of vLLM's drafts
             self.requests[group_id].spec_token_ids = []
         # Stages of a pipeline take turns: vLLM, which counts this step later, passes over those whose turn it is not.
-        running = [request for request in self.running if request.next_decode_eligible_step <= self.current_step + 1]
-        spare = self.max_num_scheduled_tokens - sum(map(self._rows, running))
+        spare, running = self.max_num_scheduled_tokens, list[tuple[Request, BeamGroup | None]]()
+        for request in self.running:
+            if request.next_decode_eligible_step <= self.current_step + 1:
+                running.append((request, group := self.groups.get(request.request_id)))
+                spare -= 1 if group is None else group.num_rows
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
-        for request in running:
-            group = self.groups.get(request.request_id)
+        for request, group in running:
             known = request.num_tokens_with_spec - request.num_computed_tokens
             if group is None or request.num_computed_tokens < request.num_prompt_tokens + group.num_common:
                 spare -= min(max(min(known, most) - 1, 0), spare)
@@ -303,7 +312,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             step = GroupStep(group.next_rules(), selects, draw=group.next_draw(), is_traced=group.traced is not None)
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
-                step.num_shared = self.kv_cache_manager.num_shared_tokens(group_id)
+                step.num_shared = update.num_shared
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
         if self._budgets is not None:
@@ -323,6 +332,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         return sum(request.status != RequestStatus.RUNNING for request in self._now.sessions)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
+        if not scheduler_output.has_structured_output_requests:
+            return super().get_grammar_bitmask(scheduler_output, **kwargs)
         steps = group_step_messages(scheduler_output)
         groups = ((group_id, self.groups.get(group_id)) for group_id in steps)
         matchers = {id_: group.matchers for id_, group in groups if group and group.matchers is not None}
@@ -408,9 +419,9 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         if needed > self.kv_cache_manager.num_usable_blocks:
             self._fail(group, needed)
 
-    def _give_up_on_a_group_that_starves_alone(self, output: SchedulerOutput) -> None:
-        """A group that cannot grow, or not even start, although nothing else runs would wait for ever."""
-        if output.num_scheduled_tokens or self.running or self.kv_holding_waiting or not self.waiting:
+    def _give_up_on_a_group_that_starves_alone(self) -> None:
+        """A group that cannot grow, or not even start, although nothing runs would wait for ever."""
+        if self.kv_holding_waiting or not self.waiting:
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
             return
@@ -445,7 +456,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         self._now.results = group_result_messages(model_runner_output)
-        self._fail_groups_of_other_images()
+        if self.encoder_cache_mismatch_reqs:
+            self._fail_groups_of_other_images()
         if self._budgets is not None and scheduler_output.num_scheduled_tokens:
             self._budgets.finished(self._now.results.values())
         outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
@@ -459,7 +471,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             self._close_group(group_id, "error")
         if self.outbox:
             self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
-        if self.groups or self.tally.has_news or self.catalogs.has_news:
+        if self.log_stats and (self.groups or self.tally.has_news or self.catalogs.has_news):
             self._report(outputs)
         if self._steps_to_check > 0:
             self.check_invariants()
@@ -489,9 +501,12 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return super()._update_request_with_output(request, new_token_ids, is_stale, **kwargs)
-        if (decided := self._now.results.get(request.request_id)) is None:  # computed what was known already
-            return [], False
-        return [], self._replay(request, group, decided, is_stale)
+        is_over = False
+        if (decided := self._now.results.get(request.request_id)) is not None:  # else it computed what was known
+            is_over = self._replay(request, group, decided, is_stale)
+        if self._is_async:
+            _expect_pending_steps(request, group)
+        return [], is_over
 
     def _replay(self, request: Request, group: BeamGroup, decided: DecidedMessage, is_stale: bool) -> bool:
         """Apply to the tries what the worker did to its rows. Returns whether the search is over.
@@ -523,9 +538,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             request.num_computed_tokens += len(forks) - 1
         if self._budgets is not None and decided.drafted != NOT_DRAFTED and not over:
             self._budgets.learn(group, decided.drafted, len(forks))
-        counts = GroupCounts.of(decided, len(forks), is_prompt=not was_decoding)
-        self.tally.stats.add(counts)
-        group.counts.add(counts)
+        count_group_forward((group.counts, self.tally.stats), decided, len(forks), is_prompt=not was_decoding)
         if group.stream is not None and not over and request.request_id not in self._failed:
             self._send_part(request, group)
         if was_decoding and not is_stale and group.best_end.length >= length:
@@ -577,6 +590,25 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             request = self.requests[group_id]
             assert request.num_output_tokens <= group.length, f"{request.num_output_tokens} > {group.length} tokens"
         assert sum(map(self._rows, self.running)) + len(self.kv_holding_waiting) <= self.max_num_running_reqs
+
+
+class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
+    """`BeamScheduler`, with which the next step is scheduled before the last one's result is known.
+
+    It needs no parents of a step to schedule the next one: every step makes each row one token longer, and new blocks
+    are given to rows whatever history they continue. The worker forks its rows by itself, and the scheduler replays
+    that on its tries one step late. vLLM counts the tokens of a request that are on their way as placeholders; for a
+    group these are its pending steps. A group that speculates waits for its result, while all others go on: without
+    placeholders it has nothing to compute.
+    """
+
+    _is_async = True
+
+
+def _expect_pending_steps(request: Request, group: BeamGroup) -> None:
+    """Count the steps of a group whose results are pending, where vLLM counts tokens that are on their way."""
+    is_running = request.status == RequestStatus.RUNNING
+    request.num_output_placeholders = group.num_pending if is_running and not group.waits else 0
 
 
 def _rewrite_scheduled_request(request: Request, generated: list[int]) -> None:

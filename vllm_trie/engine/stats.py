@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -47,18 +47,6 @@ class GroupCounts:
     accepted: int = _group_count("counter", "Of these, those that became the newest token of a beam.")
     beams: int = _group_count("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
 
-    @classmethod
-    def of(cls, decided: DecidedMessage, num_steps: int, is_prompt: bool) -> Self:
-        """What one target forward came to.
-
-        Args:
-            num_steps: So many of its steps, the first ones, were replayed.
-            is_prompt: It led to the group's first beams.
-        """
-        beams = sum(step.num_beams for step in decided.steps[:num_steps])
-        drafted, accepted = decided.drafted.num_drafts, sum(decided.drafted.num_accepted[:num_steps])
-        return cls(num_steps, 1, int(is_prompt), drafted, accepted, beams)
-
     @property
     def steps_per_forward(self) -> float:
         """Taken per target forward, 1.0 without speculation. Those of prompts are left out: they are one to one."""
@@ -79,6 +67,29 @@ class GroupCounts:
     def as_dict(self) -> dict[str, Any]:
         """For the request's user."""
         return {**vars(self), "steps_per_forward": self.steps_per_forward, "mean_width": self.mean_width}
+
+
+def count_group_forward(
+    totals: Sequence[GroupCounts], decided: DecidedMessage, num_steps: int, is_prompt: bool
+) -> None:
+    """Add what one target forward came to.
+
+    Args:
+        totals: Of its group, and of all groups.
+        decided: In it.
+        num_steps: So many of its steps, the first ones, were replayed.
+        is_prompt: It led to the group's first beams.
+    """
+    num_beams, num_accepted = 0, sum(decided.drafted.num_accepted[:num_steps])
+    for step in decided.steps[:num_steps]:
+        num_beams += step.num_beams
+    for counts in totals:
+        counts.steps += num_steps
+        counts.target_forwards += 1
+        counts.prefill_forwards += is_prompt
+        counts.drafted += decided.drafted.num_drafts
+        counts.accepted += num_accepted
+        counts.beams += num_beams
 
 
 @dataclass(kw_only=True)

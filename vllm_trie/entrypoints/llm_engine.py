@@ -1,4 +1,4 @@
-"""`LLMEngine`, which `LLM` runs: hooks take in some of its requests, and the outputs that belong to these."""
+"""`LLMEngine`, which `LLM` runs: hooks take in some of its requests. Their outputs: see `llm_engine_step`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import wraps_vllm
+from vllm_trie.compat.patch import wrap_vllm, wraps_vllm
 from vllm_trie.entrypoints.answers.search_state import AnswerState
 from vllm_trie.entrypoints.output_hooks import OFFLINE
 
@@ -19,15 +19,8 @@ def llm_engine_add_request(
 ) -> str:
     if (hook := OFFLINE.of_request(self, params)) is None:
         return original(self, request_id, prompt, params, *args, **kwargs)
+    wrap_vllm("vllm_trie.entrypoints.llm_engine_step")
     return hook.add_request(original, self, request_id, prompt, params, *args, **kwargs)
-
-
-@wraps_vllm("step", LLMEngine)
-def llm_engine_step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
-    outputs = original(self, *args, **kwargs)
-    for hook in [*OFFLINE.get(self, {}).values()]:  # a scorer may ask the engine that it scores for, and bring another
-        outputs = hook.take(self, outputs) if hook.waiting else outputs
-    return outputs
 
 
 @wraps_vllm("abort_request", LLMEngine)

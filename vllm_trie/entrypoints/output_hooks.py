@@ -1,7 +1,7 @@
 """Where what stands outside of the core takes part: in requests on their way in, and in outputs on their way back.
 
 Few requests ask for any of it. The first one that does loads what it asks for, by its name in a table here; the core
-imports none of it. An engine in which no request has asked looks into one empty dictionary per step.
+imports none of it.
 """
 
 from __future__ import annotations

@@ -149,10 +149,11 @@ class BlockTrie:
             num_tokens: How many tokens the rows held when they forked, if they have grown since; what
                 a row holds beyond stays its own.
         """
-        assert len(parents) == self.width
+        width = len(self._table)
+        assert len(parents) == width
         full, partial = divmod(self.num_tokens if num_tokens is None else num_tokens, self.block_size)
         self.num_sealed = max(self.num_sealed, full)
-        (moved,), num_full = (parents != np.arange(self.width)).nonzero(), self._num_full
+        (moved,), num_full = (parents != np.arange(width)).nonzero(), self._num_full
         self.counts.shared += len(moved) * (self.num_sealed - self.num_skipped)
         self.counts.copied += len(moved) if partial else 0
         if num_full and len(moved):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from vllm_trie.trie import num_equal_trie_columns
 from vllm_trie.trie.leaves import NO_LEAVES, Notes, TrieLeafEnds, TrieLeaves
 
 NO_ROW = -1
+NBYTES = attrgetter("nbytes")
 SPARE_BYTES = 1 << 24  # that steps may take beyond twice of what is needed, before they are looked through
 
 
@@ -35,7 +36,7 @@ class _TrieStep(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(field.nbytes for field in (*self[:3], *self.notes))
+        return sum(map(NBYTES, (*self[:3], *self.notes)))
 
     def some(self, rows: np.ndarray) -> _TrieStep:
         """Of these rows."""
@@ -238,16 +239,14 @@ class HypothesisTrie:
 
     def _ancestors(self, nodes: np.ndarray, start: int) -> np.ndarray:
         """[n, longest - start] int32 rows, from the first token after `start` to each node; `NO_ROW` beyond."""
-        return self._walk_back(nodes, start, lambda step, rows: rows)
+        return self._walk_back(nodes, start)
 
     def _tokens(self, nodes: np.ndarray, start: int = 0) -> np.ndarray:
         """[n, longest - start] int32 tokens, from the first one after `start` to each node; anything beyond."""
-        return self._walk_back(nodes, start, lambda step, rows: step.tokens[rows])
+        return self._walk_back(nodes, start, reads_tokens=True)
 
-    def _walk_back(
-        self, nodes: np.ndarray, start: int, read: Callable[[_TrieStep, np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """[n, longest - start] int32: from each node on back, what is read in the rows that lead to it."""
+    def _walk_back(self, nodes: np.ndarray, start: int, reads_tokens: bool = False) -> np.ndarray:
+        """[n, longest - start] int32: from each node on back the rows that lead to it, or their tokens."""
         lengths, rows = nodes.T
         order = np.argsort(-lengths, kind="stable")  # the longest first, so that those of a length are the first ones
         longest, rows = max(int(lengths.max(initial=0)), start), rows[order]
@@ -255,7 +254,7 @@ class HypothesisTrie:
         found = np.full((longest - start, len(nodes)), NO_ROW, np.int32)
         for length in range(longest, start, -1):
             step, at = self._steps[length - 1], rows[: counts[length]]
-            found[length - start - 1, : len(at)] = read(step, at)
+            found[length - start - 1, : len(at)] = step.tokens[at] if reads_tokens else at
             at[:] = step.parents[at]
         in_order = np.empty(found.T.shape, np.int32)
         in_order[order] = found.T

@@ -73,6 +73,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.stages: PipelineStages | None = None
         # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once.
         self._sharing: tuple[dict[str, tuple[int, list[int]]], bool] = {}, False
+        self._sets_rows_apart = False  # attention in this step, see `announce_shared_rows`
         self.catalogs: RowCatalogs
         self.rows: Rows
         self.selector: Selector
@@ -208,16 +209,15 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
-        sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
+        sharing = dict[str, tuple[int, list[int]]]()
+        for group_id, step in self.step.steps.items():
+            if step.decodes and step.num_shared:
+                sharing[group_id] = len(self.groups[group_id].slots), step.num_shared
         if sharing != self._sharing[0]:
             self._sharing = sharing, runner_reads_shared_blocks_once(self, sharing.values())
+        self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)
         # Full graphs of decoding steps hold vLLM's attention.
         return state, None if self._sets_rows_apart else uniform_token_count
-
-    @property
-    def _sets_rows_apart(self) -> bool:
-        """Whether attention does so in this step, see `announce_shared_rows`."""
-        return self._sharing[1] or bool(self.step.forests)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.forests:
