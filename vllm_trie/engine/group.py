@@ -198,7 +198,7 @@ class BeamGroup:
 
     def _rows(self, parents: np.ndarray) -> np.ndarray:
         """The rows that continuations have as parents: of the prompt there is one, whichever group continues it."""
-        return parents if self.hypotheses.width > 1 else np.zeros_like(parents)
+        return parents if self.length > 1 else np.zeros_like(parents)
 
     def best(self, count: int) -> GroupHypotheses:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""

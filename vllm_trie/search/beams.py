@@ -94,7 +94,7 @@ class SearchBeams(NamedTuple):
     @property
     def are_narrowed(self) -> bool:
         """Whether any constraint has a `narrow` of its own."""
-        return any(type(key).narrow is not Constraint.narrow for key in self.states)
+        return bool(self.states) and any(type(key).narrow is not Constraint.narrow for key in self.states)
 
     @property
     def sparse(self) -> Constraint | None:
@@ -106,8 +106,11 @@ class SearchBeams(NamedTuple):
 
     def boosts(self, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor | None:
         """See `Constraint.boosts`; those of all constraints together."""
-        found = [key.boosts(state, logprobs, is_end) for key, state in self.states.items()]
-        return reduce(add, boosts) if (boosts := [boost for boost in found if boost is not None]) else None
+        boosts = list[torch.Tensor]()
+        for key, state in self.states.items():
+            if (boost := key.boosts(state, logprobs, is_end)) is not None:
+                boosts.append(boost)
+        return reduce(add, boosts) if boosts else None
 
     def pending(self, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         """See `Constraint.pending`: of continuations [G, k] of these rows, under all constraints together."""

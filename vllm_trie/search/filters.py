@@ -48,22 +48,26 @@ class SearchPruning(NamedTuple):
         return relative if self.absolute is None else min(relative, self.absolute)
 
 
+NO_PRUNING = SearchPruning()
+
+
 def search_log_probabilities(
     logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
     if temperature != 1.0:
         logits = logits.float() / temperature
-    logprobs = _search_log_softmax(logits)
+    if logits.numel() <= CELLS_NEAR or not is_searched_on_host(logits.device):
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    else:
+        logprobs = _search_log_softmax(logits)
     if masked_token_ids:
         logprobs.index_fill_(-1, search_token_columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
     return logprobs
 
 
 def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """In float32. A host converts few rows at a time, which it then has near at hand."""
-    if not is_searched_on_host(logits.device) or logits.numel() <= CELLS_NEAR:
-        return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    """In float32, on a host: it converts few rows at a time, which it then has near at hand."""
     logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
     for some, of_some in zip(
         search_rows_near_at_hand(logits.reshape(-1, logits.shape[-1])),

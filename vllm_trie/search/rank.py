@@ -49,7 +49,8 @@ def pick_search_candidates(
     candidates: SearchCandidates[torch.Tensor], chosen: torch.Tensor
 ) -> SearchCandidates[torch.Tensor]:
     """Those at `chosen` [G, n]."""
-    return SearchCandidates(*(field.gather(1, chosen) for field in candidates))
+    parents, tokens, scores = candidates
+    return SearchCandidates(parents.gather(1, chosen), tokens.gather(1, chosen), scores.gather(1, chosen))
 
 
 def search_candidates_in_order(

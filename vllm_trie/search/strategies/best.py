@@ -9,7 +9,12 @@ import torch
 from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER, search_constant, search_numbers
-from vllm_trie.search.filters import filtered_search_logprobs, prune_search_logprobs, pruned_search_logprobs
+from vllm_trie.search.filters import (
+    NO_PRUNING,
+    filtered_search_logprobs,
+    prune_search_logprobs,
+    pruned_search_logprobs,
+)
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.rank import SearchCandidates, SearchRankingLimits, pick_search_candidates, rank_search_candidates
 from vllm_trie.search.rules import (
@@ -60,8 +65,9 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         while True:
             of_row = max(count + num_stops, 2 * rules.width)
             allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
-            prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
-            allowed = prune(allowed, scores, rules.pruning)
+            if rules.pruning != NO_PRUNING:
+                prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
+                allowed = prune(allowed, scores, rules.pruning)
             candidates = self._ranked(rules, allowed, scores, count)
             stops = rules.stops.end(candidates, completes, vocab_size)
             if completes is None or count >= num_rows * vocab_size or completes.num_going_on >= width:
