@@ -23,7 +23,7 @@ from vllm_trie.search.beams import SearchBeams  # noqa: E402
 from vllm_trie.search.constraints.catalog import ItemConstraint  # noqa: E402
 from vllm_trie.search.constraints.stops import StopConstraints  # noqa: E402
 from vllm_trie.search.filters import SearchFilters  # noqa: E402
-from vllm_trie.search.rules import SearchInputs, SearchRules  # noqa: E402
+from vllm_trie.search.rules import SearchInputs, SearchPhase, SearchRules  # noqa: E402
 from vllm_trie.search.step import take_search_step  # noqa: E402
 from vllm_trie.search.step_result import pack_search_step  # noqa: E402
 from vllm_trie.search.strategies.best import BestStrategy  # noqa: E402
@@ -185,8 +185,8 @@ class DeviceStep:
             states = self.selector.row_beams.begin(rules, Resumed(begun, scores[0].numpy()))
             beams = SearchBeams(scores.to(self.device), states=states)
             tokens = torch.zeros(width, dtype=torch.int64, device=self.device)
-            self.groups[name] = GroupRows(request, [str(slot) for slot in slots], beams, tokens, slots)
-            steps[name] = GroupStep(rules, selects=True, decodes=True)
+            self.groups[name] = GroupRows(request, rules, [str(slot) for slot in slots], beams, tokens, slots)
+            steps[name] = GroupStep(SearchPhase(), selects=True, decodes=True)
         self.context = RunnerStepContext(steps, decided_at=None)
         self._beams = {name: group.beams for name, group in self.groups.items()}
 

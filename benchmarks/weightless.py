@@ -30,7 +30,7 @@ from vllm_trie.messages import GroupStep
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintTrie
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.stop_strings import SearchStopStrings
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import Segments
@@ -246,14 +246,14 @@ class WeightlessStep:
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
         for number, own in enumerate(self.slots[:, num_ordinary:]):
             beams = SearchBeams(nowhere(1, width, dtype=torch.float32))
-            self.groups[str(number)] = GroupRows(request, [str(slot) for slot in own], beams, nowhere(width))
+            self.groups[str(number)] = GroupRows(request, rules, [str(slot) for slot in own], beams, nowhere(width))
 
         catalogs, num_nodes = RowCatalogs(NOWHERE), 40
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ConstraintTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of_rows", lambda _: stop_strings):
             self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_measured_together(vocab_size))
-        steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
+        steps = {name: GroupStep(SearchPhase(), selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = RunnerStepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)
         for group in self.groups.values():

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from benchmarks.weightless import BLOCK_SIZES, LENGTH, PROMPT, WeightlessStep, batch_of, nowhere
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.speculation.worker import draft_model
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
@@ -78,18 +78,18 @@ class WeightlessForest(WeightlessStep):
     def take(self) -> RunnerStepContext:
         """Draft, verify and accept all; the next time from there on."""
         width = len(self.groups["0"].row_ids)
-        rules, num_drafts = self.context.steps["0"].rules, self.depth * width
+        phase, num_drafts = SearchPhase(), self.depth * width
         context = RunnerStepContext(decided_at=self.context.decided_at)
         for group_id in self.groups:
             budget = SpeculationBudget(
-                rules=[rules._replace() for _ in range(self.depth)],
+                phases=[phase] * self.depth,
                 num_layers=self.depth,
                 max_drafts=num_drafts,
                 draft_width=2 * width,
                 next_blocks=[[*range(width)] for _ in BLOCK_SIZES],
                 spare_blocks=[[*range(2 * num_drafts)] for _ in BLOCK_SIZES],
             )
-            step = GroupStep(rules, selects=True, decodes=True, budget=budget, num_shared=[1] * len(BLOCK_SIZES))
+            step = GroupStep(phase, selects=True, decodes=True, budget=budget, num_shared=[1] * len(BLOCK_SIZES))
             context.steps[group_id] = step
         row_ids = [row_id for group in self.groups.values() for row_id in group.row_ids]
         output: Any = SimpleNamespace(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.step_result import SearchStepResult
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class SpeculationBudget(LookaheadBlocks):
     """What this step leaves over for a group to speculate with."""
 
     draft_width: int  # drafts of a layer
-    rules: list[SearchRules]  # of the steps after the first
+    phases: list[SearchPhase]  # of the steps after the first
 
 
 class Resumed(NamedTuple):
@@ -138,8 +138,9 @@ class NewRows(NamedTuple):
 class GroupStep:
     """What the worker must know about one beam group in one step."""
 
-    rules: SearchRules
+    phase: SearchPhase
     selects: bool  # False as long as tokens are computed that are known already
+    search: SearchRules | None = None  # how it selects, whatever the phase, where its request is new to the worker
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
     rows: NewRows | None = None  # where it fans out

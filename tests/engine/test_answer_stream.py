@@ -66,7 +66,7 @@ def group_of(options: dict[str, Any], fields: dict[str, Any], streams: bool) -> 
 
 def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
     """By a model that is a table of random logits, one for each history."""
-    trie, rules, draw = group.hypotheses, group.next_rules(), group.next_draw()
+    trie, rules, draw = group.hypotheses, group.plan.search.in_phase(group.next_phase()), group.next_draw()
     histories = trie.histories().tolist()
     rows = [np.random.default_rng([seed, *history]).normal(0, sureness, VOCAB) for history in histories]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)

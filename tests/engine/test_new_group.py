@@ -21,6 +21,7 @@ from vllm_trie.messages import HYPOTHESES, GroupTicketMessage
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
+from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step import search_logprobs_of_draft
 
 EOS, OTHER_EOS, STOP = 1, 3, 4
@@ -43,6 +44,11 @@ def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
 
 
+def rules_ahead(group: BeamGroup, ahead: int) -> SearchRules:
+    """How the worker selects in a step after the next one."""
+    return group.plan.search.in_phase(group.next_phase(ahead))
+
+
 def found(options: dict[str, Any], **fields: Any) -> list[GroupHypotheses]:
     """What some whole searches by tables of random logits find."""
     searches = []
@@ -56,7 +62,7 @@ def found(options: dict[str, Any], **fields: Any) -> list[GroupHypotheses]:
 
 def test_an_answer_looks_up_the_last_tokens_of_hypotheses_alone() -> None:
     group, seed = group_of({}), 0
-    group.plan = replace(group.plan, stop_rules=group.plan.stop_rules._replace(stop_token_ids=Many({EOS, OTHER_EOS})))
+    group.plan = replace(group.plan, stop_token_ids=Many({EOS, OTHER_EOS}))
     while not group.advance(next_step(group, seed, 1.0)):
         seed += 1
     best = group.best(4)
@@ -79,24 +85,24 @@ def test_drafts_leave_out_what_min_tokens_bars() -> None:
     group = group_of({}, min_tokens=MIN_TOKENS, ignore_eos=True, stop_token_ids=[STOP])
     beams = SearchBeams(torch.zeros(1, 1))
     before, after = (
-        search_logprobs_of_draft(group.next_rules(ahead), torch.zeros(1, 1, 6), beams) for ahead in (0, MIN_TOKENS)
+        search_logprobs_of_draft(rules_ahead(group, ahead), torch.zeros(1, 1, 6), beams) for ahead in (0, MIN_TOKENS)
     )
     assert (before == NEVER).nonzero()[:, 2].tolist() == [EOS, OTHER_EOS, STOP]
     assert (after == NEVER).nonzero()[:, 2].tolist() == [STOP]
 
 
 def test_groups_of_equal_rules_stay_together_whatever_they_ignore() -> None:
-    plain = group_of({}, ignore_eos=True)
-    assert plain.next_rules() == group_of({}, ignore_eos=True, min_tokens=1).next_rules(ahead=1)
+    plain, barred = group_of({}, ignore_eos=True), group_of({}, ignore_eos=True, min_tokens=1)
+    assert rules_ahead(plain, 0) == rules_ahead(barred, 1)
 
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, None), (True, EOS)])
 def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, reason: int | None) -> None:
     fields = {"ignore_eos": ignore_eos, "stop_token_ids": [EOS]}
-    stop_rules = group_of({}, **fields).plan.stop_rules
+    plan = group_of({}, **fields).plan
     reasons = set[int | None]()
     for best in found({}, **fields):
-        sent = engine_answer_output(best, 4, stop_rules.eos_token_id).kv_transfer_params[PLUGIN_NAME][HYPOTHESES]
+        sent = engine_answer_output(best, 4, plan.eos_token_id).kv_transfer_params[PLUGIN_NAME][HYPOTHESES]
         ended = zip(best.token_ids, sent.stop_reasons, strict=True)
         reasons |= {stop for tokens, stop in ended if tokens[-1] == EOS}
     assert reasons == {reason}

@@ -12,6 +12,7 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_prefixes import mark_new_group_prefixes
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.constraints.contrast import ContrastConstraint
+from vllm_trie.search.rules import SearchPhase
 
 BLOCK_SIZE = 16
 PLAIN, CONTRAST = rules_of(2), rules_of(2, constraints=(ContrastConstraint(0.1, 0.5),))
@@ -30,12 +31,13 @@ def marked(**rows: Row) -> set[str]:
     blocks = {name: [SimpleNamespace(block_id=block_id) for block_id in row.blocks] for name, row in rows.items()}
     of_tokens = SimpleNamespace(block_size=BLOCK_SIZE, req_to_blocks=blocks)
     manager._managers = (of_tokens,)
-    steps = {name: GroupStep(row.rules, selects=True) for name, row in rows.items() if row.rules}
+    steps = {name: GroupStep(SearchPhase(), selects=True) for name, row in rows.items() if row.rules}
     new = [SimpleNamespace(req_id=name, num_computed_tokens=row.before) for name, row in rows.items() if row.is_new]
     scheduled = {name: row.scheduled for name, row in rows.items()}
     output = SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens=scheduled)
     requests = {name: SimpleNamespace(num_computed_tokens=row.before + row.scheduled) for name, row in rows.items()}
-    mark_new_group_prefixes(steps, output, requests, manager)
+    groups = {name: SimpleNamespace(plan=SimpleNamespace(search=rows[name].rules)) for name in steps}
+    mark_new_group_prefixes(steps, groups, output, requests, manager)
     return {name for name, step in steps.items() if step.has_new_prefix}
 
 

@@ -13,7 +13,7 @@ from vllm_trie.engine.plan import GroupPlan
 from vllm_trie.engine.stats import GroupCounts
 from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import SearchCandidates
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase
 from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, SearchTopLogprobs
 from vllm_trie.search.stopping import (
     NO_ENDED,
@@ -61,7 +61,7 @@ class BeamGroup:
 
     def __init__(self, plan: GroupPlan, matchers: GroupGrammar | None, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
-        self.stream = EngineAnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
+        self.stream = EngineAnswerStream(plan.search.num_logprobs is not None) if streams else None
         self.forests = BeamGroupForests()  # others, where it speculates
         self.counts = GroupCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
@@ -77,8 +77,8 @@ class BeamGroup:
         if self.num_pending == 0:
             return False
         if self.plan.params.num_beam_groups > 1:
-            stop_rules = self.plan.stop_rules  # without which, and without items, none is done before the end
-            return bool(stop_rules.stop_token_ids or stop_rules.stop_strings or self.plan.select_rules.items)
+            search = self.plan.search  # without stops, and without items, none is done before the end
+            return bool(search.stops.token_ids or search.stops.strings or search.items)
         return self.forests.may_grow(self.planned_length)
 
     @property
@@ -89,7 +89,7 @@ class BeamGroup:
     @property
     def num_steps_left(self) -> int:
         """Steps until the length is reached."""
-        return self.plan.stop_rules.max_length - self.length
+        return self.plan.max_length - self.length
 
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
@@ -97,7 +97,7 @@ class BeamGroup:
         self.hypotheses = trie = _new_group_trie(self.plan.params.trace)
         self.traced = cast("TracedTrie", trie) if self.plan.params.trace else None  # remembers the search
         self.pool = self.plan.new_pool()
-        self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
+        self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.search.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
         self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
         self.num_common = 0  # generated tokens that all rows have in common: one computes them before it fans out again
@@ -131,9 +131,9 @@ class BeamGroup:
             return None
         return Resumed(self.hypotheses.histories(), self.hypotheses.row_scores(), self._rank_scores)
 
-    def next_rules(self, ahead: int = 0) -> SearchRules:
-        """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
-        return self.plan.rules(self.planned_length + 1 + ahead, self.pool)
+    def next_phase(self, ahead: int = 0) -> SearchPhase:
+        """What is particular about the next step to be scheduled, or that `ahead` steps later."""
+        return self.plan.phase(self.planned_length + 1 + ahead, self.pool)
 
     def next_draw(self) -> tuple[int, int] | None:
         """What decides the draws of the next step to be scheduled, if there are any."""
@@ -231,20 +231,20 @@ class BeamGroup:
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
     def _found(self, best: FinishedSearchHypotheses) -> GroupHypotheses:
-        (scores, leaves), trie, rules = best, self.hypotheses, self.plan.select_rules
+        (scores, leaves), trie, search = best, self.hypotheses, self.plan.search
         if not len(leaves):
             return NO_HYPOTHESES
         token_ids = trie.tokens(leaves)
         is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
-        stops = is_finished & are_search_tokens_among(last_tokens, self.plan.stop_rules.stop_token_ids)
+        stops = is_finished & are_search_tokens_among(last_tokens, self.plan.stop_token_ids)
         return GroupHypotheses(
             leaves,
             token_ids,
             trie.scores(leaves).astype(np.float64),
             scores,
             np.where(stops, last_tokens, NO_TOKEN),
-            is_finished if rules.items is not None else stops,
-            GroupTokenReports(*trie.notes(leaves)) if rules.num_logprobs is not None else None,
+            is_finished if search.items is not None else stops,
+            GroupTokenReports(*trie.notes(leaves)) if search.num_logprobs is not None else None,
         )
 
 

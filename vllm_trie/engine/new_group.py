@@ -30,7 +30,6 @@ from vllm_trie.search.rules import SearchRules, SearchStrategy
 from vllm_trie.search.stopping import (
     HfSearchPool,
     SearchPool,
-    SearchStopRules,
     StochasticSearchPool,
     TridecodeSearchPool,
     VllmSearchPool,
@@ -58,11 +57,17 @@ def new_group(
     """
     sampling, catalog = request.sampling_params, catalog or NoGroupCatalog(params)
     assert sampling is not None
-    stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
+    prompt_length = request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
     stop_ids, eos_token_id = SearchTokenIds(sampling_params_stops(sampling)), ticket.eos_token_id
     ending = frozenset(stop_ids)
-    stop_rules = SearchStopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
+    stops = StopConstraints(
+        stop_ids,
+        tuple(sampling.stop or ()),
+        sampling.skip_special_tokens,
+        sampling.spaces_between_special_tokens,
+        ignored_token_ids=sampling_params_ignored_stops(sampling),
+    )
     matchers = group_grammar_of(request, params)
     grammar = () if matchers is None else (matchers.constraint,)
     others = list[Constraint]()
@@ -74,23 +79,17 @@ def new_group(
         others.append(
             search_part_on_demand("constraints.contrast:ContrastConstraint")(**contrast_option_weights(params.contrast))
         )
-    select_rules = SearchRules(
+    search = SearchRules(
         catalog.num_beams(len(stop_ids)),
         _new_group_strategy(params, _new_group_padding(ticket, stop_ids)),
-        StopConstraints(
-            stop_ids,
-            stop_strings,
-            sampling.skip_special_tokens,
-            sampling.spaces_between_special_tokens,
-            ignored_token_ids=sampling_params_ignored_stops(sampling),
-        ),
+        stops,
         sampling.logprobs,
         sampling_params_control_logits(sampling) or (has_logits_processors and not ticket.is_offline),
         sampling_params_filters(sampling),
-        _new_group_pruning(params, stop_rules),
+        _new_group_pruning(params, stops),
         (*catalog.constraints, *others, *grammar),
     )
-    items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
+    items_end = search.items is not None and not search.items.ends_with_stop
     ended_by = None if items_end else ending
     uncounted = ending if eos_token_id is None else ending | {eos_token_id}
     compares_final_scores = ticket.is_offline and own_vllm_beams().counts_prompt
@@ -99,8 +98,11 @@ def new_group(
         params,
         ticket.n,
         ticket.caller,
-        stop_rules,
-        select_rules,
+        search,
+        ending,
+        sampling.eos_token_id,
+        sampling.min_tokens,
+        max_length,
         catalog,
         partial(new_group_pool, params, max_length, prompt_length, uncounted, ended_by),
         prompt_length,
@@ -147,9 +149,9 @@ def new_group_pool(
     return HfSearchPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
 
-def _new_group_pruning(beam: BeamParams, rules: SearchStopRules) -> SearchPruning:
+def _new_group_pruning(beam: BeamParams, stops: StopConstraints) -> SearchPruning:
     """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
-    may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
+    may_stop_otherwise = len(stops.token_ids) > 1 or stops.strings  # by one token only, enough of 2b go on
     if beam.semantics == "vllm" and own_vllm_beams().stops_by_generation_config and may_stop_otherwise:
         return SearchPruning(per_parent=2 * beam.beam_width)
     return SearchPruning(

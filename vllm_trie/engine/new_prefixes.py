@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import GroupStep
 
 
 def mark_new_group_prefixes(
     steps: Mapping[str, GroupStep],
+    groups: Mapping[str, BeamGroup],
     output: SchedulerOutput,
     requests: Mapping[str, Request],
     kv_cache_manager: BeamKVCacheManager,
@@ -26,11 +28,12 @@ def mark_new_group_prefixes(
 
     Args:
         steps: Of the groups in it.
+        groups: All that are known.
         output: vLLM's, of this step.
-        requests: All that are known; of those in this step its tokens count as computed.
+        requests: Likewise; of those in this step its tokens count as computed.
         kv_cache_manager: Knows their blocks.
     """
-    contrasting = {group_id for group_id, step in steps.items() if step.rules.contrasts}
+    contrasting = {group_id for group_id in steps if groups[group_id].plan.search.contrasts}
     begin = [new for new in output.scheduled_new_reqs if new.req_id in contrasting and new.num_computed_tokens]
     if not begin:
         return

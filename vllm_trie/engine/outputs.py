@@ -122,8 +122,8 @@ def add_engine_answer(
     if plan.params.accept == "top_k":
         answer["is_exact"] = False
     if plan.params.compact:
-        answer |= compact_engine_answer(best, plan.stop_rules.max_length, is_aborted)
-    answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, best.token_ids)
+        answer |= compact_engine_answer(best, plan.max_length, is_aborted)
+    answer |= plan.catalog.answer(plan.stop_token_ids, best.token_ids)
     if plan.params.beam_results:
         answer["beam_results"] = engine_scores_and_stops(best)
     if group.traced:

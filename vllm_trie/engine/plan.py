@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
-from vllm_trie.search import search_part_on_demand
-from vllm_trie.search.rules import SearchRules, SearchStrategy
-from vllm_trie.search.stopping import SearchPool, SearchStopRules
-from vllm_trie.search.strategies.best import BestStrategy
-
-
-class Phase(NamedTuple):
-    """What is particular about some steps of a search."""
-
-    strategy: SearchStrategy
-    may_stop: bool  # `min_tokens` is reached
-    looks_for_stops: bool  # where a hypothesis may stop, stop tokens end it
-    is_last: bool
-    num_beams: int | None  # that go on at most, if not one for each row
+from vllm_trie.search.rules import SearchPhase, SearchRules
+from vllm_trie.search.stopping import SearchPool
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +22,11 @@ class GroupPlan:
         params: Its beam options.
         num_outputs: For which it asks.
         caller: What its user calls beam search.
-        stop_rules: What ends a hypothesis.
-        select_rules: How the worker selects, in any step.
+        search: How the worker selects, in any step.
+        stop_token_ids: That end a hypothesis, EOS among them, unless it is ignored.
+        eos_token_id: The one of them that is no stop reason; None if EOS is ignored.
+        min_length: Generated tokens that a hypothesis must have before it may stop.
+        max_length: Generated tokens at which it ends in any case.
         catalog: Along which beams go, if there is one.
         new_pool: Makes the place where finished hypotheses compete.
         prompt_length: Tokens of its prompt.
@@ -50,8 +40,11 @@ class GroupPlan:
     params: BeamParams
     num_outputs: int
     caller: Caller
-    stop_rules: SearchStopRules
-    select_rules: SearchRules
+    search: SearchRules
+    stop_token_ids: frozenset[int]
+    eos_token_id: int | None
+    min_length: int
+    max_length: int
     catalog: NoGroupCatalog
     new_pool: Callable[[], SearchPool]
     prompt_length: int
@@ -62,7 +55,7 @@ class GroupPlan:
     @property
     def width(self) -> int:
         """Beams side by side: `beam_width`, or where fewer can live as many."""
-        return self.select_rules.width
+        return self.search.width
 
     @property
     def num_hypotheses(self) -> int:
@@ -72,46 +65,21 @@ class GroupPlan:
     @cached_property
     def brings(self) -> Mapping[Hashable, int]:
         """What came with the request, and lies on each device while it runs: bytes by what equal things have equal."""
-        sizes = {key: key.num_bytes for key in self.select_rules.constraints}
+        sizes = {key: key.num_bytes for key in self.search.constraints}
         return {**self.catalog.brings, **{key: size for key, size in sizes.items() if size}}
 
-    def rules(self, length: int, pool: SearchPool) -> SearchRules:
-        """How the worker selects in the step that makes beams this long: the same object for the same rules."""
-        phase = self._phase(length, pool)
-        if (rules := self._known.get(phase)) is None:
-            self._known.clear()
-            rules = self._known[phase] = self._rules_in(phase)
-        return rules
-
-    @cached_property
-    def _known(self) -> dict[Phase, SearchRules]:
-        """The rules that were asked for last."""
-        return {}
-
-    def _phase(self, length: int, pool: SearchPool) -> Phase:
-        may_stop, strategy = length > self.stop_rules.min_length, self.select_rules.strategy
-        if length <= self.params.sample_first:
-            strategy = search_part_on_demand("strategies.sampled:RowSamplingStrategy")()
-        elif not isinstance(strategy, BestStrategy):
-            strategy = strategy.with_done(pool.done)
-        elif self.uncounted_eos is not None:
-            strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
-        # The published code does not look for EOS in the first step.
-        looks_for_stops = not (self.params.semantics == "tridecode" and length == 1 and may_stop)
-        is_last = length == self.stop_rules.max_length
-        return Phase(strategy, may_stop, looks_for_stops, is_last, self._num_beams(length))
-
-    def _rules_in(self, phase: Phase) -> SearchRules:
-        stops = self.select_rules.stops
-        if phase.may_stop:
-            stops = stops._replace(ignored_token_ids=())
-        if not phase.looks_for_stops:
-            stops = stops._replace(token_ids=())
-        return self.select_rules._replace(
-            strategy=phase.strategy,
-            stops=stops._replace(are_barred=not phase.may_stop),
-            is_last=phase.is_last,
-            num_beams=phase.num_beams,
+    def phase(self, length: int, pool: SearchPool) -> SearchPhase:
+        """What is particular about the step that makes beams this long."""
+        may_stop = length > self.min_length
+        return SearchPhase(
+            may_stop,
+            # The published code does not look for EOS in the first step.
+            looks_for_stops=not (self.params.semantics == "tridecode" and length == 1 and may_stop),
+            is_last=length == self.max_length,
+            num_beams=self._num_beams(length),
+            samples_rows=length <= self.params.sample_first,
+            done=pool.done,
+            eos_score_factor=None if self.uncounted_eos is None else self._eos_score_factor(length),
         )
 
     def draw(self, length: int) -> tuple[int, int] | None:

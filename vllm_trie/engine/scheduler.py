@@ -183,7 +183,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         """Send what a group has found so far, by what was replayed of its steps."""
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
-        output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
+        output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.eos_token_id)
         add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
         self._post_end(request, group, output)
 
@@ -309,14 +309,17 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
-            step = GroupStep(group.next_rules(), selects, draw=group.next_draw(), is_traced=group.traced is not None)
+            step = GroupStep(group.next_phase(), selects, draw=group.next_draw(), is_traced=group.traced is not None)
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.num_shared = update.num_shared
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
+        for new in output.scheduled_new_reqs:  # after a preemption again
+            if new.req_id in steps:
+                steps[new.req_id].search = self.groups[new.req_id].plan.search
         if self._budgets is not None:
-            mark_new_group_prefixes(steps, output, self.requests, self.kv_cache_manager)
+            mark_new_group_prefixes(steps, self.groups, output, self.requests, self.kv_cache_manager)
         return steps
 
     def _rows(self, request: Request) -> int:
@@ -519,7 +522,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         length, was_decoding = group.length, group.length > 0
         num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
-        if decided.drafted.is_forest or group.plan.select_rules.contrasts:
+        if decided.drafted.is_forest or group.plan.search.contrasts:
             group.forests.drafted_length = length
         if group.traced and decided.drafted.forest:
             group.traced.add_forest(decided.drafted.forest)
@@ -572,7 +575,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         stock, reason = take_engine_output(group_id, outputs), "stop" if group.num_steps_left else "length"
         best = group.best(plan.num_hypotheses)
         try:
-            output = engine_answer_output(group.unsent(best), plan.num_outputs, plan.stop_rules.eos_token_id)
+            output = engine_answer_output(group.unsent(best), plan.num_outputs, plan.eos_token_id)
         except AnswerChangedError as error:
             output, reason = engine_error_output(str(error)), "error"
         else:

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
@@ -45,6 +46,28 @@ class SearchDecision(NamedTuple):
     logprobs: torch.Tensor  # [G, r, V]; some are reported
 
 
+class SearchPhase(NamedTuple):
+    """What is particular about some steps of a search: it crosses to the worker in each, where `SearchRules` do once.
+
+    Args:
+        may_stop: `min_tokens` is reached.
+        looks_for_stops: Where a hypothesis may stop, stop tokens end it.
+        is_last: The length is reached: all hypotheses end here.
+        num_beams: That go on at most; None: one for each slot.
+        samples_rows: Each beam draws its next token for itself, whatever the strategy is.
+        done: Which groups of beams are, where beams are in groups.
+        eos_score_factor: A token, and the factor of the score by which it is compared.
+    """
+
+    may_stop: bool = True
+    looks_for_stops: bool = True
+    is_last: bool = False
+    num_beams: int | None = None
+    samples_rows: bool = False
+    done: tuple[int, ...] = ()
+    eos_score_factor: tuple[int, float] | None = None
+
+
 class SearchStrategy:
     """How the next beams are chosen among all continuations, and which of these finish: a file each in `strategies`."""
 
@@ -56,8 +79,8 @@ class SearchStrategy:
         """Whether one ranking of all beams' continuations, those that finish among them, decides alone."""
         return False
 
-    def with_done(self, done: tuple[int, ...]) -> SearchStrategy:
-        """The same once some groups of beams are done, if beams are in groups."""
+    def in_phase(self, phase: SearchPhase) -> SearchStrategy:
+        """The same in steps of one phase."""
         return self
 
     def choose(
@@ -75,7 +98,10 @@ class SearchStrategy:
 
 
 class SearchRules(NamedTuple):
-    """How the worker selects in one step. Groups with equal rules are selected together."""
+    """How the worker selects: in any step as a request asks for it, and `in_phase` in one.
+
+    Groups with equal rules are selected together.
+    """
 
     width: int
     strategy: SearchStrategy
@@ -87,6 +113,17 @@ class SearchRules(NamedTuple):
     constraints: tuple[Constraint, ...] = ()  # on what rows take
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
+
+    def in_phase(self, phase: SearchPhase) -> SearchRules:
+        """The same in steps of one phase."""
+        stops, strategy = self.stops._replace(are_barred=not phase.may_stop), self.strategy.in_phase(phase)
+        if phase.may_stop:
+            stops = stops._replace(ignored_token_ids=())
+        if not phase.looks_for_stops:
+            stops = stops._replace(token_ids=())
+        if phase.samples_rows:
+            strategy = search_part_on_demand("strategies.sampled:RowSamplingStrategy")()
+        return self._replace(strategy=strategy, stops=stops, is_last=phase.is_last, num_beams=phase.num_beams)
 
     @property
     def items(self) -> ItemConstraint | None:

@@ -12,16 +12,6 @@ EarlyStopping = bool | Literal["never"]
 NO_TOKEN = -1
 
 
-class SearchStopRules(NamedTuple):
-    """What ends a single hypothesis."""
-
-    stop_token_ids: frozenset[int]  # EOS, unless ignored, among them
-    eos_token_id: int | None  # which is no stop reason; None if EOS is ignored
-    stop_strings: tuple[str, ...]
-    min_length: int  # generated tokens it must have before it may stop
-    max_length: int  # generated tokens at which it ends in any case
-
-
 def are_search_tokens_among(tokens: np.ndarray, some: frozenset[int]) -> np.ndarray:
     """[n] bool: which of a few tokens are among these, of which there may be as many as the vocabulary has."""
     return np.array([token in some for token in tokens.tolist()], np.bool_)

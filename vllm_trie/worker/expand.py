@@ -42,8 +42,9 @@ def expand(
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
             request = replace(request, sampling_params=row_params(request.sampling_params))
-            zeros = torch.zeros(1, 1, device=device)
-            groups[request.req_id] = GroupRows(request, [request.req_id], SearchBeams(zeros), zeros[0].long())
+            zeros, search = torch.zeros(1, 1, device=device), steps[request.req_id].search
+            assert search is not None
+            groups[request.req_id] = GroupRows(request, search, [request.req_id], SearchBeams(zeros), zeros[0].long())
             context.entered.append(request.req_id)
         new_requests.append(request)
 
@@ -54,16 +55,21 @@ def expand(
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         num_scheduled[request_id] = num_tokens
         step = steps.get(request_id)
-        if step is None or not step.decodes:
+        if step is None:
             continue
-        group, (_, num_computed, num_output) = groups[request_id], entries[request_id]
+        group = groups[request_id]
+        if step.phase != group.phase:
+            group.phase, group.rules = step.phase, group.search.in_phase(step.phase)
+        if not step.decodes:
+            continue
+        _, num_computed, num_output = entries[request_id]
         if step.rows is not None:
             del entries[request_id]  # its rows are new requests
             context.entered.append(request_id)
             if step.resumed is None:
                 context.new_tokens_unknown.append(request_id)
             num_rows = len(step.rows.tables[0])
-            if copies_rows and num_rows > 1 and not step.rules.is_controlled:
+            if copies_rows and num_rows > 1 and not group.rules.is_controlled:
                 context.copied.append(request_id)
                 num_rows = 1
             new_requests += _expand_first_beams(group, step, num_rows, num_computed, device)

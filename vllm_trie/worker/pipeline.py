@@ -51,7 +51,7 @@ class PipelineStages:
         if not step.selecting:
             return
         rows = BatchRows(batch, self._max_num_reqs)
-        sizes = [2 * step.steps[group_id].rules.width for group_id in step.selecting]
+        sizes = [2 * self._groups[group_id].rules.width for group_id in step.selecting]
         with torch.cuda.stream(self._handler.broadcast_stream):
             beams = torch.empty(sum(sizes), dtype=torch.int32, device=self._rows.device)
         self._broadcast(beams)

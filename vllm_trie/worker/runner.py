@@ -196,7 +196,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             for group_id in step.entered:
                 groups[group_id].slots = self.rows.slots_of(groups[group_id].row_ids)
             for group_id in step.new_tokens_unknown:
-                self.rows.write_first_tokens(groups[group_id], step.steps[group_id].rules.is_controlled)
+                self.rows.write_first_tokens(groups[group_id], groups[group_id].rules.is_controlled)
             if self.sampler is not None:  # the last stage of a pipeline has it
                 self.selector.begin(step)
 

@@ -20,6 +20,7 @@ from vllm_trie.search.beams import States
 from vllm_trie.search.devices import ALIGNMENT, NEVER
 from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
+from vllm_trie.search.rules import SearchPhase
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import best_drafts, unseen_forests
 from vllm_trie.speculation.worker.forest_growth import forest_growth_layer
@@ -63,7 +64,7 @@ class Problem:
         random, found, num_slots = np.random.default_rng(self.seed), [], 0
         for start, (num_layers, width, draft_width, most) in zip(self.starts, self.sizes, strict=True):
             filters = SearchFilters(random.choice([0.7, 1.0, 1.0]))  # torch ranks tokens with a temperature
-            rules = [rules_of(1, stops=STOPS[: self.num_stops], filters=filters)] * num_layers
+            rules = rules_of(1, stops=STOPS[: self.num_stops], filters=filters)
             numbers, blocks, spare = iter(random.permutation(2000) + 1), [], []
             for size in self.block_sizes:
                 column, has_next = start // size, random.random() < 0.5
@@ -73,16 +74,18 @@ class Problem:
                 table[:, : random.integers(0, column + 1)] = NO_BLOCK  # behind a window
                 blocks.append(table)
                 spare.append([int(next(numbers)) for _ in range(width * table.shape[1])])
-            budget = SpeculationBudget(num_layers, most, [], spare, draft_width=draft_width, rules=rules)
+            phases = [SearchPhase()] * num_layers
+            budget = SpeculationBudget(num_layers, most, [], spare, draft_width=draft_width, phases=phases)
             scores = -random.integers(0, 4, width).astype(np.float32)
             scores[random.random(width) < 0.2] = NEVER
             layer, forest = (
                 Layer([*range(width)], scores, width),
                 Forest(random.integers(0, 9, width).tolist(), most),
             )
-            group: Any = SimpleNamespace(row_ids=["row"] * width, slots=num_slots + np.arange(width))
+            slots = num_slots + np.arange(width)
+            group: Any = SimpleNamespace(row_ids=["row"] * width, slots=slots, search=rules, rules=rules)
             num_slots += width
-            step = GroupStep(rules[0], selects=True, budget=budget, num_shared=[4] * len(self.block_sizes))
+            step = GroupStep(phases[0], selects=True, budget=budget, num_shared=[4] * len(self.block_sizes))
             found.append(SearchedForestStep(step, group, start, self.block_sizes, forest, layer, blocks, spare, {}))
         return found
 

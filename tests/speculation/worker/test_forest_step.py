@@ -16,6 +16,7 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.constraint import NOTHING
 from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.rules import SearchPhase
 from vllm_trie.speculation.search.draft_lookup import DraftPaths
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
@@ -39,7 +40,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     """A forest of roots alone, the newest tokens of histories [b, L]."""
     along = items()
     rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(along.rules, NO_PAIR_TWICE))
-    budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=4, rules=[rules] * NUM_LAYERS)
+    budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=4, phases=[SearchPhase()] * NUM_LAYERS)
     roots = histories[:, -1].tolist()
     layer = Layer([*range(NUM_BEAMS)], -np.random.default_rng(0).random(NUM_BEAMS, np.float32), NUM_BEAMS)
     state = along.begin(NUM_BEAMS, CPU)
@@ -47,9 +48,9 @@ def planted(histories: np.ndarray) -> ForestStep:
         state = along.advance(state, tokens[None])
     padded = np.pad(histories, ((0, 0), (NUM_LAYERS, 0)), constant_values=NOTHING)
     states = {NO_PAIR_TWICE: torch.from_numpy(padded)[None], along: state}
-    group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS)
+    group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS, search=rules, rules=rules)
     blocks = [np.ones((NUM_BEAMS, 7), np.int32)]
-    step = GroupStep(rules, selects=True, budget=budget)
+    step = GroupStep(SearchPhase(), selects=True, budget=budget)
     return SearchedForestStep(step, group, 5, [16], Forest(roots, 99), layer, blocks, [[]], states)
 
 

@@ -15,7 +15,7 @@ from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import SearchFilters
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.step import is_light_search_step, take_search_step
 from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.speculation.search.forest import Forest, Layer
@@ -56,17 +56,17 @@ class Planted:
         self, rules: SearchRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS, are_unseen: bool = False
     ) -> None:
         self.random, self.seed, self.is_coarse = torch.Generator().manual_seed(seed), seed, is_coarse
-        of_steps = [rules._replace(is_last=number == NUM_LAYERS) for number in range(1, NUM_LAYERS + 1)]
+        phases = [SearchPhase(is_last=number == NUM_LAYERS) for number in range(NUM_LAYERS + 1)]
         self.forest_steps, self.logits = list[SearchedForestStep](), torch.zeros(0, VOCAB_SIZE)
         for number in range(num_groups):
             most = MOST_DRAFTS[number % len(MOST_DRAFTS)]
-            budget = SpeculationBudget(NUM_LAYERS, most, [[]], [[]], draft_width=2 * rules.width, rules=of_steps)
+            budget = SpeculationBudget(NUM_LAYERS, most, [[]], [[]], draft_width=2 * rules.width, phases=phases[1:])
             scores, slots = -torch.rand(rules.width, generator=self.random), np.arange(rules.width)
             request: Any = SimpleNamespace(req_id=str(number), prompt_token_ids=[1])
             row_ids = [f"{number}#{row}" for row in slots]
-            group = GroupRows(request, row_ids, SearchBeams(scores[None]), torch.zeros(rules.width), slots=slots)
+            group = GroupRows(request, rules, row_ids, SearchBeams(scores[None]), torch.zeros(rules.width), slots=slots)
             layer = Layer(slots.tolist(), scores.numpy(), rules.width)
-            step, blocks = GroupStep(rules, selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
+            step, blocks = GroupStep(phases[0], selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
             forest = Forest([0] * rules.width, most)
             self.forest_steps.append(SearchedForestStep(step, group, 5, [16], forest, layer, blocks, [[]], {}))
         if are_unseen:

@@ -38,13 +38,13 @@ def test_the_next_batch_of_the_same_rows_needs_no_new_plan(step: WeightlessStep)
 def test_another_batch_needs_a_plan_of_its_own(step: WeightlessStep, change: str) -> None:
     batch = step.batch(np.full(2, 25))
     before, name = step.selector.plan(step.context, batch), "1"
-    of_group = step.context.steps[name]
+    of_group = step.groups[name]
     if change == "rules":
-        step.context.steps[name] = replace(of_group, rules=of_group.rules._replace(is_last=True))
+        of_group.rules = of_group.rules._replace(is_last=True)
     elif change == "a group leaves":
         del step.context.steps[name]
     elif change == "a group is another":
-        step.groups[name] = replace(step.groups[name])
+        step.groups[name] = replace(of_group)
     elif change == "rows elsewhere":
         batch = replace(batch, idx_mapping_np=batch.idx_mapping_np[::-1])
     else:

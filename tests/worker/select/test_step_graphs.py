@@ -115,7 +115,7 @@ def test_graphs_decide_what_the_step_decides(search: str, batch: tuple[int, int,
 def test_so_they_do_by_all_other_rules(changed: str) -> None:
     (step, captures), without = step_with_graphs(Shape("plain", 4)), without_graphs(Shape("plain", 4))
     for one in (step, without):
-        (of_group,) = one.context.steps.values()
+        (of_group,) = one.groups.values()
         of_group.rules = of_group.rules._replace(**OTHERS[changed])
     check(step, without)
     assert captures.count == 1
@@ -183,7 +183,7 @@ def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.Mon
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
     monkeypatch.setattr(step_graphs, "MOST_SEEN", 3)
     step, captures = step_with_graphs(Shape("plain", 4))
-    (of_group,) = step.context.steps.values()
+    (of_group,) = step.groups.values()
 
     def take(temperature: float) -> int:
         step.restore()

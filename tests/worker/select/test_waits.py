@@ -38,7 +38,7 @@ from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import SearchFilters, SearchPruning
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
@@ -204,8 +204,8 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     runner.model_state.rope_state = rope_state if has_mrope else None
 
     request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
-    group = GroupRows(request, ["g", "g#1", "g#2"], SearchBeams(nowhere(1, WIDTH)), nowhere(WIDTH))
-    step = GroupStep(RULES["plain"], selects=True, decodes=True)
+    group = GroupRows(request, RULES["plain"], ["g", "g#1", "g#2"], SearchBeams(nowhere(1, WIDTH)), nowhere(WIDTH))
+    step = GroupStep(SearchPhase(), selects=True, decodes=True)
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
     step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))
     histories, scores = np.array([[7, 8]] * WIDTH, np.int32), np.full(WIDTH, -1.0, np.float32)

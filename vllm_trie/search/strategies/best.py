@@ -20,6 +20,7 @@ from vllm_trie.search.rank import SearchCandidates, SearchRankingLimits, pick_se
 from vllm_trie.search.rules import (
     SearchDecision,
     SearchInputs,
+    SearchPhase,
     SearchRules,
     SearchStrategy,
     search_candidates_alive,
@@ -49,6 +50,10 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     def has_one_ranking(self) -> bool:
         """See `SearchStrategy`."""
         return self.semantics != "vllm"
+
+    def in_phase(self, phase: SearchPhase) -> BestStrategy:
+        """See `SearchStrategy`."""
+        return self._replace(eos_score_factor=phase.eos_score_factor)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs

@@ -13,7 +13,7 @@ import torch
 from vllm_trie.search.beams import STATELESS, SearchBeams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import SearchCandidates
-from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules, SearchStrategy
+from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchPhase, SearchRules, SearchStrategy
 from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.search.strategies.best import BestStrategy
 
@@ -35,9 +35,9 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
         done: Which groups are.
     """
 
-    def with_done(self, done: tuple[int, ...]) -> DiverseGroupsStrategy:
+    def in_phase(self, phase: SearchPhase) -> DiverseGroupsStrategy:
         """See `SearchStrategy`."""
-        return self._replace(done=done)
+        return self._replace(done=phase.done)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs

@@ -61,19 +61,19 @@ class SpeculationBudgets(SchedulerBudgets):
             if forests.is_adaptive and size.num_layers > 0:
                 size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
             num_layers, draft_width = size
-            share, least = len(candidates) - position, least_drafts_to_speculate(step.rules)
+            share, least = len(candidates) - position, least_drafts_to_speculate(group.plan.search)
             within_model = self._max_model_len - request.num_computed_tokens  # all may be in one row
             most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
             if num_layers < 1 or most < least:
                 continue
             # In memory mode no more than plain beams would hold.
-            most_rows = step.rules.width - 1 if group.plan.params.memory_mode else None
+            most_rows = group.plan.width - 1 if group.plan.params.memory_mode else None
             drafts = range(least, most + 1)
             lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows)
             if lookahead is None:
                 continue
-            rules = [group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)]
-            step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, rules=rules)
+            phases = [group.next_phase(ahead) for ahead in range(1, lookahead.num_layers + 1)]
+            step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, phases=phases)
             spare_tokens -= lookahead.max_drafts
 
     def finished(self, decided: Iterable[DecidedMessage]) -> None:

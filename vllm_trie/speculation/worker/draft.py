@@ -97,10 +97,10 @@ class Drafter(ABC):
             if next_blocks:
                 own[:, column + 1] = next_blocks
             blocks.append(own)
-        kind = FORESTS.get(type(step.rules.strategy), SearchedForestStep)
-        step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
+        kind = FORESTS.get(type(group.rules.strategy), SearchedForestStep)
+        step = replace(step, budget=(budget := kind.affordable(budget, group.rules)))
         forest = Forest(roots.tokens[:, -1].tolist(), budget.max_drafts)
-        beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
+        beams = self._selector.row_beams.before_drafts(group.rules, group, start + 1, budget.num_layers)
         layer = Layer([*range(len(forest.rows))], roots.compete_by, len(forest.rows))
         spare = [list(of_number) for of_number in budget.spare_blocks]
         return kind(step, group, start, block_sizes, forest, layer, blocks, spare, beams.states)

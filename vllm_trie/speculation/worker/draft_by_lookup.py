@@ -41,7 +41,7 @@ class LookupDrafter(Drafter):
             step = context.steps[group_id]
             found, scores = self._look_up(step, group, of_group), of_group.scores
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
-            if _drafts_may_lead_on(found, step.rules, scores):
+            if _drafts_may_lead_on(found, group.rules, scores):
                 forests[group_id] = self._make_forest(step, group, of_group)
                 forests[group_id].add_layers(found)
         self.compare(forests)
@@ -55,8 +55,8 @@ class LookupDrafter(Drafter):
             group.prompt_index = DraftPromptIndex(group.prompt)
         end = rows.num_computed(group) + 1
         found = look_up_drafts(group.prompt_index, roots.tokens, self._ngrams, budget.num_layers, MOST_OF_BEAM)
-        found.tokens[step.rules.stops.lead_nowhere(found.tokens)] = NO_TOKEN
-        beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
+        found.tokens[group.rules.stops.lead_nowhere(found.tokens)] = NO_TOKEN
+        beams = self._selector.row_beams.before_drafts(group.rules, group, end, budget.num_layers)
         if beams.states and len(found.beams):
             self._keep_to_constraints(found, beams)
         return found

@@ -45,9 +45,9 @@ class DrawnForestStep(ForestStep):
 
     def __post_init__(self) -> None:
         ForestStep.__post_init__(self)
-        assert isinstance(self.step.rules.strategy, JointSamplingStrategy)
+        assert isinstance(self.rules[0].strategy, JointSamplingStrategy)
         assert self.step.draw is not None
-        self.strategy, self.rng = self.step.rules.strategy, search_generator(*self.step.draw)
+        self.strategy, self.rng = self.rules[0].strategy, search_generator(*self.step.draw)
         self.scores = self.group.beams.compete_by[0]
 
     @classmethod
@@ -62,7 +62,7 @@ class DrawnForestStep(ForestStep):
         """How layers are drawn and verified."""
         replacement, min_width, threshold, _, top_k = self.strategy
         return DraftAcceptanceRules(
-            self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k
+            self.budget.draft_width, self.rules[0].width, min_width, threshold, replacement, top_k
         )
 
     @classmethod

@@ -66,7 +66,7 @@ def accepted_forest_path(
         else:
             # A group that keeps one row seals its block, whichever beam leads there.
             sealers = ancestors[count - filling + 1]
-            tails = sealers if len(steps[-1].parents) == forest_step.step.rules.width else np.zeros_like(sealers)
+            tails = sealers if len(steps[-1].parents) == forest_step.rules[0].width else np.zeros_like(sealers)
             of_sealers = set(zip(tails.tolist(), sealers.tolist(), strict=True))
             heirs = [(row, beams[filling - 1][sealer]) for row, sealer in of_sealers]
         for row, node in heirs:
@@ -91,7 +91,7 @@ def accepted_forest_path(
         *(group.slots, group.slots[slots], len(group.prompt), forest_step.start + 1),
         np.stack([step.tokens[beam] for step, beam in of_steps], axis=1).astype(np.int64),
         *(tables, entries, np.array(copied, np.int64).reshape(-1, 2), moves),
-        forest_step.step.rules.is_controlled,
+        forest_step.rules[0].is_controlled,
     )
 
 

@@ -58,7 +58,9 @@ class ForestStep:
     def __post_init__(self) -> None:
         assert self.step.budget is not None
         self.budget, self.num_beams = self.step.budget, len(self.group.row_ids)
-        self.rules = [self.step.rules, *self.budget.rules]
+        known = {self.step.phase: self.group.rules}
+        known |= {phase: self.group.search.in_phase(phase) for phase in {*self.budget.phases} - known.keys()}
+        self.rules = [known[phase] for phase in (self.step.phase, *self.budget.phases)]
 
     @property
     def num_layers(self) -> int:

@@ -165,7 +165,7 @@ class TreeSpeculation(RunnerSpeculation):
     def _propose_for_others(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         runner, step, groups = self._runner, self._runner.step, self._runner.groups
-        left_out = [*step.decoding, *contrasting_selections(step.steps)]
+        left_out = [*step.decoding, *contrasting_selections(step.steps, groups)]
         if isinstance(self.drafter, HeadDrafter) and self.takes_trees:
             beginning = [groups[group_id] for group_id in step.steps if group_id not in left_out]
             with gpu_sync_allowed():

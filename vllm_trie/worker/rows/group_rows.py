@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.rules import SearchPhase, SearchRules
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -31,6 +32,7 @@ class GroupRows:
     """The rows of one group, each a request with a slot of its own to vLLM's runner."""
 
     request: NewRequestData  # as vLLM sent it
+    search: SearchRules  # how they select, whatever the phase
     row_ids: list[str]
     batch: SearchBeams  # what they carry, among others that have selected together
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
@@ -39,7 +41,12 @@ class GroupRows:
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: Any = None  # in which drafts are looked up
     place: int = 0  # of the group in its batch
+    phase: SearchPhase | None = None  # of their present step
+    rules: SearchRules = field(init=False)  # how they select in this phase: the same object until it is another
     roots: Any = None  # the rows as speculation left them; `tables`: by KV cache group [b, columns] int32 their blocks
+
+    def __post_init__(self) -> None:
+        self.rules = self.search
 
     @property
     def beams(self) -> SearchBeams:

@@ -80,7 +80,7 @@ class SelectionAmateur:
             groups: Of the runner.
             rows: Where their rows are.
         """
-        group_ids = contrasting_selections(steps)
+        group_ids = contrasting_selections(steps, groups)
         places = rows.places(_selection_slots(groups, group_ids))
         read = np.zeros(0, np.int64)
         if any(steps[group_id].has_new_prefix for group_id in group_ids):
@@ -90,9 +90,9 @@ class SelectionAmateur:
         return self.logits(rows.batch, places, read)
 
 
-def contrasting_selections(steps: Mapping[str, GroupStep]) -> list[str]:
+def contrasting_selections(steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows]) -> list[str]:
     """The groups whose rows it computes, of those in a step."""
-    return [group_id for group_id, step in steps.items() if step.rules.contrasts]
+    return [group_id for group_id in steps if groups[group_id].rules.contrasts]
 
 
 def _selection_slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:

@@ -81,7 +81,7 @@ class Selector:
         for group_id in context.entered:
             if group_id not in context.new_tokens_unknown:
                 group, step = self._groups[group_id], context.steps[group_id]
-                group.beams = group.beams._replace(states=self.row_beams.begin(step.rules, step.resumed))
+                group.beams = group.beams._replace(states=self.row_beams.begin(group.rules, step.resumed))
 
     def forget(self) -> None:
         """Keep nothing of the last batch: there are no groups in this one."""
@@ -92,7 +92,7 @@ class Selector:
         groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
         in_step = {
             id_: InStep(
-                groups[id_], step.rules, step.decodes, step.selects, step.selects and id_ in plain, id_ in masks
+                groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain, id_ in masks
             )
             for id_, step in context.steps.items()
         }
