@@ -173,8 +173,11 @@ async def is_refused(client: httpx.AsyncClient, kind: str, prompt: str) -> bool:
     except httpx.HTTPError as error:
         console.print(f"{kind}: {error!r}")
         return False
-    is_short = response.is_error and len(response.json()["error"]["message"]) <= LONGEST_REFUSAL
-    return response.status_code == httpx.codes.BAD_REQUEST and is_short
+    is_refusal = response.status_code == httpx.codes.BAD_REQUEST
+    is_short = is_refusal and len(response.json()["error"]["message"]) <= LONGEST_REFUSAL
+    if not is_short:
+        console.print(f"{kind}: {response.status_code}, {response.text[:LONGEST_REFUSAL]}", markup=False)
+    return is_short
 
 
 class Soak:

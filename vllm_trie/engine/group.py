@@ -157,10 +157,7 @@ class BeamGroup:
         if is_over or self.num_steps_left == 0:
             return True
         beams = SearchCandidates(self._rows(step.parents), step.tokens, step.scores)
-        reports: Notes = ()
-        if step.top_logprobs is not None:
-            reports = _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs)
-        trie.advance(*beams, reports)
+        trie.advance(*beams, _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
         self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
         if self.matchers is not None:
             self.matchers.advance(*beams)

@@ -386,25 +386,23 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         num_tokens = request.num_computed_tokens
         for trie, manager in zip(group.tries, self._managers, strict=True):
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
-            if num_skipped := _manager_blocks_skipped(manager, num_tokens):
-                trie.skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
+            trie.skip(_manager_blocks_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
         if num_tokens + num_new_tokens <= group.of_tokens.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
-        needs = [trie.blocks_to_grow() for trie in group.tries]
-        if not any(needs):
-            for trie in group.tries:
-                trie.grow(())
-            return True
-        if (new_blocks := self._new_blocks(needs)) is None:
+        new_blocks = self._new_blocks([trie.blocks_to_grow() for trie in group.tries])
+        if new_blocks is None:
             return False
         for trie, blocks in zip(group.tries, new_blocks, strict=True):
             trie.grow(blocks)
-        update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
+        if any(new_blocks):
+            update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
         return True
 
     def _new_blocks(self, needs: Sequence[int]) -> list[list[int]] | None:
         """Blocks for the tries of a group, by KV cache group; None if there are too few."""
+        if not any(needs):
+            return [[] for _ in needs]
         if sum(needs) > self.block_pool.get_num_free_blocks():
             self._reclaim_all()
             if sum(needs) > self.block_pool.get_num_free_blocks():

@@ -13,7 +13,7 @@ from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
 from vllm_trie.search.devices import NEVER, search_numbers
-from vllm_trie.search.filters import SearchFilters, SearchPruning
+from vllm_trie.search.filters import NO_PRUNING, SearchFilters, SearchPruning
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.search.step_result import SearchStepResult
@@ -109,7 +109,7 @@ class SearchRules(NamedTuple):
     num_logprobs: int | None = None  # what each row must report; None: nothing
     is_controlled: bool = False  # penalties, biases, custom processors or the like act on the logits
     filters: SearchFilters = SearchFilters()
-    pruning: SearchPruning = SearchPruning()
+    pruning: SearchPruning = NO_PRUNING
     constraints: tuple[Constraint, ...] = ()  # on what rows take
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
@@ -143,7 +143,7 @@ class SearchRules(NamedTuple):
     @property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than whatever lives on have no say."""
-        return self.strategy.has_one_ranking and self.pruning == SearchPruning() and not self.may_rise
+        return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and not self.may_rise
 
 
 def search_candidates_alive(candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:

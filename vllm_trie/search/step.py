@@ -12,7 +12,7 @@ from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
-from vllm_trie.search.filters import SearchFilters, SearchPruning, search_log_probabilities
+from vllm_trie.search.filters import NO_PRUNING, SearchFilters, search_log_probabilities
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.rank import search_topk
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules
@@ -42,7 +42,7 @@ def take_search_step(
 
 def is_light_search_step(rules: SearchRules) -> bool:
     """Whether a step needs little memory beside its logits: nothing is drawn, sorted, masked, or added to scores."""
-    strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (SearchFilters(), SearchPruning())
+    strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (SearchFilters(), NO_PRUNING)
     if rules.items is not None and not (rules.items.is_plain and rules.num_logprobs is None):
         return False  # a catalog's root, and what is not plain, may have as many children as there are tokens
     boosts = any(type(key).boosts is not Constraint.boosts for key in rules.constraints)

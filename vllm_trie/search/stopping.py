@@ -165,8 +165,7 @@ class SearchHypothesisPool(SearchPool):
         return all_of_them.leaves[self.width :]
 
     def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
-        outdone = self.add(ended, length) if len(ended.leaves) else ended.leaves
-        best = float(running.max())
+        outdone, best = self.add(ended, length), float(running.max())
         return outdone, best == -np.inf or self.is_done(best, length)
 
     def best(self, count: int) -> FinishedSearchHypotheses:

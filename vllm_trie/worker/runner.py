@@ -209,10 +209,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
-        sharing = dict[str, tuple[int, list[int]]]()
-        for group_id, step in self.step.steps.items():
-            if step.decodes and step.num_shared:
-                sharing[group_id] = len(self.groups[group_id].slots), step.num_shared
+        sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
         if sharing != self._sharing[0]:
             self._sharing = sharing, runner_reads_shared_blocks_once(self, sharing.values())
         self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)

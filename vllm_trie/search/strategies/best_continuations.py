@@ -9,7 +9,7 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintOutcomes
 from vllm_trie.search.devices import NEVER, is_searched_on_host
-from vllm_trie.search.filters import SearchPruning, filtered_search_logprobs, prune_search_logprobs
+from vllm_trie.search.filters import NO_PRUNING, filtered_search_logprobs, prune_search_logprobs
 from vllm_trie.search.parts import in_search_parts, search_parts
 from vllm_trie.search.rank import SearchCandidates, rank_search_candidates
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules, search_candidates_going_on
@@ -52,7 +52,7 @@ def best_strategy_continuations(
 
     def has_end_boosts(are_over: bool) -> bool:
         return inputs.has_pending and (
-            are_over or rules.pruning != SearchPruning()
+            are_over or rules.pruning != NO_PRUNING
         )  # else what only ends is left out anyhow
 
     def ranked(are_over: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

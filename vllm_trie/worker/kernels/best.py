@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopConstraints
-from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
@@ -52,7 +52,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; `wide` takes those of more beams."""
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.constraints) == (SearchPruning(), ())
+        and (rules.pruning, rules.constraints) == (NO_PRUNING, ())
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import search_constant
-from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
@@ -67,7 +67,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
         isinstance(rules.strategy, DiverseGroupsStrategy)
-        and (rules.pruning, rules.constraints, rules.num_logprobs) == (SearchPruning(), (), None)
+        and (rules.pruning, rules.constraints, rules.num_logprobs) == (NO_PRUNING, (), None)
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
-from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
@@ -65,7 +65,7 @@ def kernels_take_items_alone(rules: SearchRules) -> bool:
         return False
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.num_logprobs) == (SearchPruning(), None)
+        and (rules.pruning, rules.num_logprobs) == (NO_PRUNING, None)
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
     )

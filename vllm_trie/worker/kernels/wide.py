@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopConstraints
-from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
@@ -48,7 +48,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     vocab_size = sizes.vocab_size
     return (
         rules.strategy in SEMANTICS
-        and (rules.pruning, rules.constraints) == (SearchPruning(), ())
+        and (rules.pruning, rules.constraints) == (NO_PRUNING, ())
         and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and (rules.strategy != BestStrategy("vllm") or len(rules.stops.ending_token_ids) <= MOST_ENDS)
