@@ -31,11 +31,11 @@ MOST_OF_WIDE = {  # of many beams; likewise
 MOST_OF_FOREST, MOST_WAITS_OF_FOREST = 94, 1  # of four layers, which the host reads without waiting; likewise
 MOST_OF_WIDE_FOREST = 302  # of more than 64 drafts a layer; likewise
 MOST_CALLS = {
-    ("plain", 1): 25,
-    ("plain", 8): 25,
-    ("controlled", 1): 42,
-    ("along a catalog", 1): 32,
-    ("log-probabilities", 1): 30,
+    ("plain", 1): 27,
+    ("plain", 8): 27,
+    ("controlled", 1): 44,
+    ("along a catalog", 1): 34,
+    ("log-probabilities", 1): 32,
 }  # of ours, by groups; likewise
 MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 

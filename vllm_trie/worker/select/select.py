@@ -69,7 +69,6 @@ class Selector:
         self._sampler = runner.sampler
         self._most_together = most_together
         self._max_num_reqs = runner.max_num_reqs
-        self._by_kernels = launches.worker_runs_kernels_on(rows.device)
         self._plan: SelectionBatchPlan | None = None
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
@@ -121,20 +120,15 @@ class Selector:
         selected, parents = [], []
         into_slots = (
             launches.worker_module_for_gpus("kernels.slots").launch_select_next
-            if self._by_kernels
+            if launches.worker_runs_kernels_on(logits.device)
             else choose_next_search_beams
         )
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
-            draws, masks, completes = [], [], None
-            for group_id in cohort.group_ids:
-                if (draw := context.steps[group_id].draw) is not None:
-                    draws.append(draw)
-                if cohort.has_masks:
-                    masks.append(context.masks[group_id])
-            if rules.stops.strings:
-                completes = self.completes(rules, groups, num_tokens)
+            draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
+            completes = self.completes(rules, groups, num_tokens)
+            masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.has_masks else []
             if rules.constraints:
                 of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
@@ -166,7 +160,7 @@ class Selector:
     ) -> PackedSearchStep:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
-        if not self._by_kernels:
+        if not launches.worker_runs_kernels_on(values.device):
             step = take_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, inputs)
             sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
@@ -207,7 +201,7 @@ class Selector:
         in_slots = uploaded_once_for_search(slots, device)
         local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
-        if self._by_kernels:
+        if launches.worker_runs_kernels_on(device):
             take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
             positions, tokens = take_newest(uploaded_once_for_search(index, device), *of_batch)
         else:
