@@ -132,9 +132,9 @@ def profiled(num_rows: int = WIDTH, num_parts: int = 1) -> int:
 
 def with_masks(step: WeightlessStep) -> WeightlessStep:
     """Of each group, if it has a grammar."""
-    for name, own in step.context.steps.items():
-        if any(key.source is ConstraintSource.MASKS for key in own.rules.constraints):
-            step.context.masks[name] = nowhere(own.rules.width, VOCAB_SIZE // 32, dtype=torch.int32)
+    for name, group in step.groups.items():
+        if any(key.source is ConstraintSource.MASKS for key in group.rules.constraints):
+            step.context.masks[name] = nowhere(group.rules.width, VOCAB_SIZE // 32, dtype=torch.int32)
     return step
 
 
