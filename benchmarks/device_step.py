@@ -24,8 +24,7 @@ from vllm_trie.search.constraints.catalog import ItemConstraint  # noqa: E402
 from vllm_trie.search.constraints.stops import StopConstraints  # noqa: E402
 from vllm_trie.search.filters import SearchFilters  # noqa: E402
 from vllm_trie.search.rules import SearchInputs, SearchPhase, SearchRules  # noqa: E402
-from vllm_trie.search.step import take_search_step  # noqa: E402
-from vllm_trie.search.step_result import pack_search_step  # noqa: E402
+from vllm_trie.search.step import take_packed_search_step  # noqa: E402
 from vllm_trie.search.strategies.best import BestStrategy  # noqa: E402
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy  # noqa: E402
 from vllm_trie.worker.kernels import KernelStepSizes  # noqa: E402
@@ -297,10 +296,8 @@ class DeviceStep:
             if take is not None:
                 step, words, _ = take(of_rows, beams, which, sampled)
             else:
-                step = take_search_step(
-                    self.rules, logits, beams, SearchInputs(select_next=slots_kernel.launch_select_next)
-                )
-                words = pack_search_step(step)[0]
+                inputs = SearchInputs(select_next=slots_kernel.launch_select_next)
+                step, words, _ = take_packed_search_step(self.rules, logits, beams, inputs)
             moved = KVReorder(rows, step.parents.flatten(), host)
             reorder_kv_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
             return words

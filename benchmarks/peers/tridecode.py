@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.step import take_packed_search_step
+from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.search.stopping import EndedSearchHypotheses, TridecodeSearchPool
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.trie.hypotheses import HypothesisTrie
@@ -177,8 +177,8 @@ def choose(
     stops = StopConstraints(() if eos_token_id is None else (eos_token_id,))
     rules = SearchRules(width, BestStrategy("tridecode"), stops, is_last=is_last)
     beams = SearchBeams(torch.from_numpy(scores).to(logits.device)[None])
-    on_device, layout = pack_search_step(take_search_step(rules, logits[None], beams))
-    (step,) = unpack_search_steps(on_device.cpu().numpy(), layout)
+    _, words, layout = take_packed_search_step(rules, logits[None], beams)
+    (step,) = unpack_search_steps(words.cpu().numpy(), layout)
     return step
 
 

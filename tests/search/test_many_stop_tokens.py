@@ -25,8 +25,8 @@ from vllm_trie.search.devices import cached_search_tensors_within, pinned_search
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.group_pools import SearchGroupPools
 from vllm_trie.search.rules import SearchStrategy
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, pack_search_step
+from vllm_trie.search.step import take_packed_search_step, take_search_step
+from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs
 from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool, VllmSearchPool, are_search_tokens_among
 from vllm_trie.search.strategies import best, best_continuations, few_ends
 from vllm_trie.search.strategies.best import BestStrategy
@@ -62,7 +62,7 @@ def work_of(strategy: SearchStrategy, num_stops: int, is_last: bool) -> Work:
     beams = SearchBeams(nowhere(1, WIDTH, dtype=torch.float32))
     take_search_step(rules, logits, beams)  # which uploads tables
     with MemoryCounter() as memory, LaunchCounter() as counter:
-        words, _ = pack_search_step(take_search_step(rules, logits, beams))
+        words = take_packed_search_step(rules, logits, beams).words
     assert counter.copies == counter.waits == 0
     return Work(len(counter.operations), counter.num_bytes, memory.most, words.shape[1])
 
@@ -72,7 +72,7 @@ def work_of(strategy: SearchStrategy, num_stops: int, is_last: bool) -> Work:
 def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: SearchStrategy, is_last: bool) -> None:
     few, many, most = (work_of(strategy, num_stops, is_last) for num_stops in (FEW, MANY, MOST))
     assert most == many  # two rankings
-    assert many.operations <= 2 * few.operations + 2  # which join them
+    assert many.operations <= 2 * few.operations + 3  # which join them
     assert many.moved <= 3 * few.moved
     assert many.held <= 2 * few.held
     assert many.size <= few.size

@@ -25,8 +25,7 @@ from vllm_trie.search.filters import SearchFilters, SearchPruning, best_search_t
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.rules import SearchInputs, SearchStrategy
 from vllm_trie.search.sampling import draw_search_continuations, draw_search_tokens, search_generator
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.step import take_packed_search_step, take_search_step
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
@@ -104,7 +103,7 @@ def test_steps_are_the_same(
             scores[0, 4] = NEVER
             states = {key: states_under(key, num_groups, random) for key in under}
             with shortcuts(looks):
-                found.append(pack_search_step(take_search_step(rules, logits, SearchBeams(scores, states=states)))[0])
+                found.append(take_packed_search_step(rules, logits, SearchBeams(scores, states=states)).words)
     for together, in_parts_ in zip(found[:2], found[2:], strict=True):
         assert torch.equal(together, in_parts_)
 
@@ -117,11 +116,9 @@ def test_stop_strings_are_looked_for_among_all(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(parts, "CELLS", of_part)
         completes = StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 5 != 0)
         found.append(
-            pack_search_step(
-                take_search_step(
-                    rules, logits, SearchBeams(torch.zeros(1, NUM_ROWS)), SearchInputs(completes=completes)
-                )
-            )[0]
+            take_packed_search_step(
+                rules, logits, SearchBeams(torch.zeros(1, NUM_ROWS)), SearchInputs(completes=completes)
+            ).words
         )
     assert torch.equal(*found)
 

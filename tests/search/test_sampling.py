@@ -22,8 +22,8 @@ from vllm_trie.search.sampling import (
     search_generator,
     search_uniforms,
 )
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.step import take_packed_search_step, take_search_step
+from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.search.strategies import sampled as sampled_each
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy, best_beam_of_strategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
@@ -91,8 +91,8 @@ SAMPLED = rules_of(3, stops=(1,), strategy=RowSamplingStrategy())
 def sampled(rules: SearchRules, logits: torch.Tensor, chances: torch.Tensor) -> list[SearchStepResult]:
     beams, draws = SearchBeams(torch.zeros(logits.shape[:2])), [(0, group) for group in range(len(logits))]
     with patch.object(sampled_each, "search_uniforms", lambda _, group, __: chances[group].numpy()):
-        tensor, layout = pack_search_step(take_search_step(rules, logits, beams, SearchInputs(draws)))
-    return unpack_search_steps(tensor.numpy(), layout)
+        taken = take_packed_search_step(rules, logits, beams, SearchInputs(draws))
+    return unpack_search_steps(taken.words.numpy(), taken.layout)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -127,10 +127,8 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 
     def steps(of: range) -> list[SearchStepResult]:
         draws = [(at, 5) for at in of]
-        tensor, layout = pack_search_step(
-            take_search_step(rules, logits[of], SearchBeams(scores[of]), SearchInputs(draws))
-        )
-        return unpack_search_steps(tensor.numpy(), layout)
+        taken = take_packed_search_step(rules, logits[of], SearchBeams(scores[of]), SearchInputs(draws))
+        return unpack_search_steps(taken.words.numpy(), taken.layout)
 
     together = steps(range(3))
     for at in range(3):
@@ -150,15 +148,11 @@ def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     assert kept.beam_logprobs is not None
     assert every.beam_logprobs is not None
     assert torch.equal(kept.beam_logprobs.ranks, every.beam_logprobs.ranks.gather(1, best))
-    for at, step in enumerate(unpack_search_steps(*as_packed(every))):
+    packed = pack_search_step(every, rules.layout(*logits.shape[1:]))
+    for at, step in enumerate(unpack_search_steps(packed.words.numpy(), packed.layout)):
         on_host = best_beam_of_strategy(step)
         assert on_host.tokens.tolist() == kept.tokens[at].tolist()
         assert on_host.scores.tolist() == kept.scores[at].tolist()
-
-
-def as_packed(step: SearchStepResult) -> tuple[np.ndarray, SearchResultLayout]:
-    tensor, layout = pack_search_step(step)
-    return tensor.numpy(), layout
 
 
 def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -112,7 +112,8 @@ def check(case: Case) -> None:
 
     for allowed in (True, False):
         with shortcuts(allowed):
-            inputs = SearchInputs(completes=None if completing is None else StopStringConstraint(judge))
+            are_judged = completing is not None and not case.rules.stops.are_barred
+            inputs = SearchInputs(completes=StopStringConstraint(judge) if are_judged else None)
             steps = steps_of(case.rules, case.logits, case.scores, inputs=inputs)
         for group, step in enumerate(steps):
             expected = decide(case, group)
@@ -190,7 +191,8 @@ def cases(draw: st.DrawFn) -> Case:
         num_beams=draw(st.sampled_from([None, None, 1, max(width - 1, 1)])),
         strategy=BestStrategy(semantics, factor),
     )
-    return Case(rules, logits, scores, completing)
+    strings = ("any",) if has_strings else ()
+    return Case(rules._replace(stops=rules.stops._replace(strings=strings)), logits, scores, completing)
 
 
 @settings(max_examples=600, derandomize=True)
@@ -252,7 +254,7 @@ def drawn_step(
     rules = rules_of(4, stops=stops, is_last=is_last)
     chosen = torch.tensor(list(cells), dtype=torch.int64)
     (step, _), slots = take_strategy_cells(rules, logprobs, -torch.arange(4.0), chosen, SearchInputs())
-    assert pack_search_step(step)[0].shape[0] == 1
+    assert pack_search_step(step, rules.layout(*logprobs.shape)).words.shape[0] == 1
     return step, slots.tolist()
 
 

@@ -18,7 +18,12 @@ from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.rules import SearchInputs, SearchRules, SearchStrategy
-from vllm_trie.search.step import joint_search_distribution, reported_search_step, take_search_step
+from vllm_trie.search.step import (
+    joint_search_distribution,
+    reported_search_step,
+    take_packed_search_step,
+    take_search_step,
+)
 from vllm_trie.search.step_result import NextSearchBeams, pack_search_step
 from vllm_trie.search.strategies import sampled
 from vllm_trie.search.strategies.best import BestStrategy
@@ -56,8 +61,8 @@ def step(rules: SearchRules, num_groups: int, num_rows: int, vocab_size: int) ->
     histories = torch.empty(num_groups, num_rows, 20, dtype=torch.int32, device=NOWHERE)
     states = dict.fromkeys(rules.constraints, histories)
     beams, draws = SearchBeams(scores, scores, states), [(0, group) for group in range(num_groups)]
-    tensor, layout = pack_search_step(take_search_step(rules, logits, beams, SearchInputs(draws)))
-    return tensor.shape, layout
+    taken = take_packed_search_step(rules, logits, beams, SearchInputs(draws))
+    return taken.words.shape, taken.layout
 
 
 @pytest.fixture(autouse=True)
@@ -139,4 +144,4 @@ def test_step_along_a_catalog_waits_for_nothing(
         assert after.states[items].shape == found.tokens.shape == (3, WIDTH)
         assert after.advance(found.tokens).states[items].shape == (3, WIDTH)
         assert [after.at(group).states[items].shape for group in range(3)] == [(1, WIDTH)] * 3
-        pack_search_step(found)
+        pack_search_step(found, rules.layout(*logits.shape[1:]))

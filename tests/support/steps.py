@@ -15,8 +15,8 @@ from vllm_trie.search.constraints import catalog, grammar
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.step import PLAIN, take_search_step
-from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.step import PLAIN, take_packed_search_step
+from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.search.stopping import EndedSearchHypotheses, SearchHypothesisPool
 from vllm_trie.search.strategies import best_continuations
 from vllm_trie.search.strategies.best import BestStrategy
@@ -53,5 +53,5 @@ def steps_of(
     inputs: SearchInputs = PLAIN,
 ) -> list[SearchStepResult]:
     """The step of each group, on the host; `under`: constraints, with the states of rows."""
-    tensor, layout = pack_search_step(take_search_step(rules, logits, SearchBeams(scores, states=dict(under)), inputs))
-    return unpack_search_steps(tensor.numpy(), layout)
+    taken = take_packed_search_step(rules, logits, SearchBeams(scores, states=dict(under)), inputs)
+    return unpack_search_steps(taken.words.numpy(), taken.layout)

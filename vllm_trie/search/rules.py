@@ -14,9 +14,9 @@ from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
 from vllm_trie.search.devices import NEVER, search_numbers
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters, SearchPruning
-from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rank import SearchCandidates, pick_search_candidates
 from vllm_trie.search.slots import choose_next_search_beams
-from vllm_trie.search.step_result import SearchStepResult
+from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult
 
 Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn
 
@@ -68,6 +68,14 @@ class SearchPhase(NamedTuple):
     eos_score_factor: tuple[int, float] | None = None
 
 
+class SearchSizes(NamedTuple):
+    """How much a step of a group decides at most."""
+
+    num_beams: int  # that go on
+    num_finished: int
+    num_reporting: int  # rows that report their best tokens
+
+
 class SearchStrategy:
     """How the next beams are chosen among all continuations, and which of these finish: a file each in `strategies`."""
 
@@ -82,6 +90,10 @@ class SearchStrategy:
     def in_phase(self, phase: SearchPhase) -> SearchStrategy:
         """The same in steps of one phase."""
         return self
+
+    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+        """How much is decided of a group: no more finishes than there are slots, unless a strategy says so."""
+        return SearchSizes(rules.width, rules.width, num_rows)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
@@ -125,10 +137,23 @@ class SearchRules(NamedTuple):
             strategy = search_part_on_demand("strategies.sampled:RowSamplingStrategy")()
         return self._replace(strategy=strategy, stops=stops, is_last=phase.is_last, num_beams=phase.num_beams)
 
+    def layout(self, num_rows: int, vocab_size: int) -> SearchResultLayout:
+        """How a step is packed, whatever takes it: of groups with r rows, from a vocabulary of V tokens."""
+        num_beams, num_finished, num_reporting = self.strategy.sizes(self, num_rows, vocab_size)
+        if (num_tops := self.num_logprobs) is None:
+            return SearchResultLayout(num_beams, num_finished)
+        num_tops = vocab_size if num_tops < 0 else min(num_tops, vocab_size)
+        return SearchResultLayout(num_beams, num_finished, (num_reporting, num_tops))
+
     @property
     def items(self) -> ItemConstraint | None:
         """How rows go along a catalog, if they do."""
         return next((key for key in self.constraints if isinstance(key, ItemConstraint)), None)
+
+    @property
+    def are_sparse(self) -> bool:
+        """Whether a constraint lists what rows may take: then what finishes and what goes on are ranked apart."""
+        return any(key.is_sparse for key in self.constraints)
 
     @property
     def contrasts(self) -> bool:
@@ -169,6 +194,13 @@ def search_candidates_ended(
     ends = torch.ones_like(stops) if rules.is_last else stops
     ends = ends if may_end is None else ends & may_end
     return candidates._replace(scores=candidates.scores.where(ends, NEVER))
+
+
+def first_search_candidates(
+    candidates: SearchCandidates[torch.Tensor], come_first: torch.Tensor, count: int
+) -> SearchCandidates[torch.Tensor]:
+    """The first `count` candidates [G, K] once those come first that `come_first` says; else in their order."""
+    return pick_search_candidates(candidates, (~come_first).byte().argsort(dim=1, stable=True)[:, :count])
 
 
 def search_continuations_by_row(tokens: torch.Tensor, scores: torch.Tensor) -> SearchCandidates[torch.Tensor]:

@@ -16,7 +16,13 @@ from vllm_trie.search.filters import NO_PRUNING, SearchFilters, search_log_proba
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.rank import search_topk
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules
-from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs, SearchTopLogprobs
+from vllm_trie.search.step_result import (
+    PackedSearchStep,
+    SearchStepResult,
+    SearchTokenLogprobs,
+    SearchTopLogprobs,
+    pack_search_step,
+)
 from vllm_trie.search.strategies.best import BestStrategy
 
 PLAIN = SearchInputs()
@@ -38,6 +44,13 @@ def take_search_step(
         return reported_search_step(rules, rules.strategy.choose(rules, logprobs, beams, inputs))
     choose_by_boosted_strategy = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
     return reported_search_step(rules, choose_by_boosted_strategy(rules, logprobs, beams, inputs, boosts))
+
+
+def take_packed_search_step(
+    rules: SearchRules, logits: torch.Tensor, beams: SearchBeams, inputs: SearchInputs = PLAIN
+) -> PackedSearchStep:
+    """Take one step, see `take_search_step`, and pack it for the host."""
+    return pack_search_step(take_search_step(rules, logits, beams, inputs), rules.layout(*logits.shape[1:]))
 
 
 def is_light_search_step(rules: SearchRules) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
+from math import prod
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -75,12 +76,46 @@ class SearchStepResult(NamedTuple, Generic[Array]):
 
 
 class SearchResultLayout(NamedTuple):
-    """How a step is packed: columns of each of its fields, integers first, then floats."""
+    """How a step is packed: which columns each of its fields has, integers first, then floats.
 
-    ints: list[int]
-    floats: list[int]
-    top_shape: torch.Size | None  # [r, N], if log-probabilities are reported
-    has_rank_scores: bool
+    `SearchRules.layout` says it of a step that is to be taken.
+
+    Args:
+        width: Beams that go on, b.
+        num_finished: F, for hypotheses that finish: no more can, however many stop tokens there are.
+        top_shape: [r, N], if log-probabilities are reported.
+        has_rank_scores: Hypotheses compete by other scores than their sums.
+    """
+
+    width: int
+    num_finished: int
+    top_shape: tuple[int, int] | None = None
+    has_rank_scores: bool = False
+
+    @property
+    def ints(self) -> list[int]:
+        """Columns of each field of integers."""
+        return [self.width, self.width, self.num_finished, self.num_finished, *self._reported]
+
+    @property
+    def floats(self) -> list[int]:
+        """Columns of each field of floats."""
+        sides = [self.width, self.num_finished]
+        return [*sides, *self._reported, *(sides if self.has_rank_scores else ())]
+
+    @property
+    def num_ints(self) -> int:
+        """Columns of all integers: floats follow them."""
+        return sum(self.ints)
+
+    @property
+    def num_words(self) -> int:
+        """Columns of all fields."""
+        return sum(self.ints) + sum(self.floats)
+
+    @property
+    def _reported(self) -> list[int]:
+        return [] if self.top_shape is None else [self.width, self.num_finished, prod(self.top_shape)]
 
 
 class PackedSearchStep(NamedTuple):
@@ -91,19 +126,29 @@ class PackedSearchStep(NamedTuple):
     layout: SearchResultLayout
 
 
-def pack_search_step(step: SearchStepResult[torch.Tensor]) -> tuple[torch.Tensor, SearchResultLayout]:
-    """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
+def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultLayout) -> PackedSearchStep:
+    """All of a step as one tensor, to be copied to the host at once; floats keep their bits.
+
+    Args:
+        layout: By the rules; scores by which hypotheses compete are added to it, if there are some.
+    """
     parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, _ = step
+    if num_missing := layout.num_finished - finished.scores.shape[1]:  # there are fewer continuations
+        finished = SearchCandidates(*(_filled_up(field, num_missing) for field in finished))
+        of_finished = of_finished and SearchTokenLogprobs(*(_filled_up(field, num_missing) for field in of_finished))
+        rank_scores = rank_scores and rank_scores._replace(finished=_filled_up(rank_scores.finished, num_missing))
     ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
     if top_logprobs and of_beams and of_finished:
         ints += [of_beams.ranks, of_finished.ranks, top_logprobs.tokens.flatten(1)]
         floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
     floats += rank_scores or ()
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
-    sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
-    return words, SearchResultLayout(
-        sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], rank_scores is not None
-    )
+    return PackedSearchStep(NextSearchBeams.of(step), words, layout._replace(has_rank_scores=rank_scores is not None))
+
+
+def _filled_up(field: torch.Tensor, num_missing: int) -> torch.Tensor:
+    """[G, F] of [G, F - num_missing]: what is missing does not finish."""
+    return torch.cat([field, field.new_full((len(field), num_missing), NEVER if field.is_floating_point() else 0)], 1)
 
 
 def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[SearchStepResult[np.ndarray]]:

@@ -16,8 +16,8 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rules import SearchPhase, SearchRules
-from vllm_trie.search.step import is_light_search_step, take_search_step
-from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.step import is_light_search_step, take_packed_search_step
+from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import forest_walk
 from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
@@ -135,14 +135,13 @@ def step_by_step(planted: Planted, number: int) -> list[Any]:
     beams = forest_step.group.beams
     for rules in forest_step.rules:
         logits = torch.stack([planted.says(number, *history) for history in histories])
-        step = take_search_step(rules, logits[None], beams)
-        words, layout = pack_search_step(step)
+        going, words, layout = take_packed_search_step(rules, logits[None], beams)
         (on_host,) = unpack_search_steps(words.numpy(), layout)
         found.append(of_step(on_host))
         chosen = zip(on_host.parents.tolist(), on_host.tokens.tolist(), strict=True)
         histories, beams = (
             [(*histories[parent], token) for parent, token in chosen],
-            beams.after(NextSearchBeams.of(step)),
+            beams.after(going),
         )
     return found
 

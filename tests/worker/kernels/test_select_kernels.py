@@ -12,8 +12,7 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, SearchCandidates
 from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.slots import choose_next_search_beams
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.worker.kernels import KernelStepSizes, slots, wide, wide_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,8 +105,8 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     scores[0, 1:] = scores[1] = DEAD
     rules = rules_of(5, semantics, (1, 7))
     by_kernel, by_torch = (
-        pack_search_step(take_search_step(rules, logits, SearchBeams(scores), SearchInputs(select_next=one)))
+        take_packed_search_step(rules, logits, SearchBeams(scores), SearchInputs(select_next=one))
         for one in (slots.launch_select_next, choose_next_search_beams)
     )
-    assert by_kernel[1] == by_torch[1]
-    assert torch.equal(by_kernel[0], by_torch[0])
+    assert by_kernel.layout == by_torch.layout
+    assert torch.equal(by_kernel.words, by_torch.words)

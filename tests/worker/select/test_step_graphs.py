@@ -136,7 +136,7 @@ def test_rows_lie_as_far_apart_as_they_did() -> None:
     def take(logits: KernelLogits, beams: SearchBeams, *_: Any) -> PackedSearchStep:
         seen.append(logits)
         going = NextSearchBeams(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
-        return PackedSearchStep(going, logits.values[:, :3].int(), SearchResultLayout([], [], None, False))
+        return PackedSearchStep(going, logits.values[:, :3].int(), SearchResultLayout(0, 0))
 
     for _ in range(2):
         taken = graphs.take(rules, KernelLogits.of(values, which), beams, take)
@@ -224,7 +224,7 @@ def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     capture, nothing = (
         SelectionGraphCapture(),
-        PackedSearchStep(NextSearchBeams(*torch.zeros(3, 1)), torch.zeros(1), SearchResultLayout([], [], None, False)),
+        PackedSearchStep(NextSearchBeams(*torch.zeros(3, 1)), torch.zeros(1), SearchResultLayout(0, 0)),
     )
     for _ in range(3):
         replay, taken = capture(lambda: nothing)

@@ -31,8 +31,7 @@ from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstr
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.step import is_light_search_step, take_search_step
-from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.step import is_light_search_step, take_packed_search_step, take_search_step
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
@@ -171,7 +170,7 @@ def test_stop_strings_and_as_many_phrases_as_there_may_be_hold_no_more(semantics
     )  # which uploads tables
     with torch.inference_mode(), MemoryCounter() as counter:
         logits = nowhere(1, WIDTH, VOCAB_SIZE, dtype=torch.bfloat16).float()
-        pack_search_step(take_search_step(rules, logits, beams, SearchInputs(completes=SaysNothing())))
+        take_packed_search_step(rules, logits, beams, SearchInputs(completes=SaysNothing()))
     assert 0 < counter.most <= profiled(WIDTH, num_parts) + SMALL
 
 

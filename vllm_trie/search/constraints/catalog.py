@@ -38,6 +38,8 @@ class ItemConstraint(Constraint):
     ends_with_stop: bool = False
     renormalizes: bool = False
 
+    is_sparse = True
+
     @property
     def is_plain(self) -> bool:
         """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""

@@ -8,7 +8,7 @@ import torch
 
 from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.devices import NEVER, search_constant, search_numbers
+from vllm_trie.search.devices import NEVER, search_constant
 from vllm_trie.search.filters import (
     NO_PRUNING,
     filtered_search_logprobs,
@@ -22,7 +22,9 @@ from vllm_trie.search.rules import (
     SearchInputs,
     SearchPhase,
     SearchRules,
+    SearchSizes,
     SearchStrategy,
+    first_search_candidates,
     search_candidates_alive,
     search_candidates_ended,
     search_candidates_going_on,
@@ -55,6 +57,18 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         return self._replace(eos_score_factor=phase.eos_score_factor)
 
+    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+        """See `SearchStrategy`."""
+        stops, width, most = rules.stops, rules.width, num_rows * vocab_size
+        num_going, num_stops = min(rules.num_beams or width, most), len(stops.ending_token_ids)
+        may_complete = bool(stops.strings) and not stops.are_barred
+        if rules.are_sparse or self.semantics == "hf":
+            return SearchSizes(width, num_going, num_rows)
+        if self.semantics == "tridecode":
+            return SearchSizes(width, min(num_going + width, most), num_rows)
+        num_stopping = min(num_rows * 2 * width if may_complete else min(width, num_rows * num_stops), most)
+        return SearchSizes(width, num_stopping + (num_going if rules.is_last else 0), num_rows)
+
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
@@ -79,7 +93,8 @@ class BestStrategy(_BestStrategy, SearchStrategy):
                 break
             count *= 2  # too many complete a stop string, too few would go on
         if self.semantics != "vllm":
-            finished = self._finished(rules, candidates, stops, num_stops > 1 or completes is not None)
+            num_finished = self.sizes(rules, num_rows, vocab_size).num_finished
+            finished = self._finished(rules, candidates, stops, num_finished)
         else:
             finished = search_part_on_demand("strategies.own_stops:own_strategy_stops")(
                 rules, allowed, scores, completes
@@ -89,30 +104,29 @@ class BestStrategy(_BestStrategy, SearchStrategy):
                 stops = rules.stops.end(candidates, completes, vocab_size)
             if rules.is_last:
                 lives = search_candidates_alive(candidates, stops)
-                at_last = search_candidates_ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
-                finished = SearchCandidates.join([finished, at_last])
+                at_last = search_candidates_ended(rules, candidates, stops, lives)
+                finished = SearchCandidates.join([finished, first_search_candidates(at_last, lives, width)])
         by_slot = inputs.select_next(
             candidates, search_candidates_going_on(rules, candidates, stops), rules.width, num_rows
         )
         return SearchDecision(SearchStepResult(*by_slot, finished), logprobs)
 
     def _finished(
-        self, rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor, may_be_more: bool
+        self, rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor, count: int
     ) -> SearchCandidates[torch.Tensor]:
         """Candidates that finish; in the last step, those that go on, too.
 
         Args:
-            may_be_more: Of a row more than one may stop.
+            count: As many as may finish, or more.
         """
-        width = rules.num_beams or rules.width
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
-            return search_candidates_ended(
-                rules, candidates, stops, search_numbers(stops.shape[1], stops.device) < width
-            )
+            best = SearchCandidates(*(field[:, :count] for field in candidates))
+            return search_candidates_ended(rules, best, stops[:, :count])
         # or before the b-th that goes on; source: the trie paper's published code
-        may_end = (~stops).cumsum(dim=1) + stops.int() <= width
-        if may_be_more:  # a pool has no use for more than b
+        may_end = (~stops).cumsum(dim=1) + stops.int() <= (rules.num_beams or rules.width)
+        if len(rules.stops.ending_token_ids) > 1 or rules.stops.strings:  # a pool has no use for more than b that stop
             may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
+            return first_search_candidates(search_candidates_ended(rules, candidates, stops, may_end), may_end, count)
         return search_candidates_ended(rules, candidates, stops, may_end)
 
     def _ranked(

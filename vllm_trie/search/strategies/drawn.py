@@ -18,6 +18,7 @@ from vllm_trie.search.rules import (
     SearchDecision,
     SearchInputs,
     SearchRules,
+    SearchSizes,
     SearchStrategy,
     search_candidates_alive,
     search_candidates_ended,
@@ -47,6 +48,11 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
     """
 
     scales_logits = False  # the temperature divides what beams are drawn by
+
+    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+        """See `SearchStrategy`."""
+        sizes = super().sizes(rules, num_rows, vocab_size)
+        return sizes._replace(num_beams=1) if self.keeps_one else sizes
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs

@@ -13,7 +13,7 @@ import torch
 from vllm_trie.search.beams import STATELESS, SearchBeams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import SearchCandidates
-from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchPhase, SearchRules, SearchStrategy
+from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchPhase, SearchRules, SearchSizes, SearchStrategy
 from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.search.strategies.best import BestStrategy
 
@@ -38,6 +38,12 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
     def in_phase(self, phase: SearchPhase) -> DiverseGroupsStrategy:
         """See `SearchStrategy`."""
         return self._replace(done=phase.done)
+
+    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+        """See `SearchStrategy`."""
+        width = rules.width // self.number
+        of_group = BestStrategy().sizes(rules._replace(width=width), min(num_rows, width), vocab_size)
+        return SearchSizes(rules.width, self.number * of_group.num_finished, rules.width)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs

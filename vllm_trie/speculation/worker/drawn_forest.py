@@ -126,7 +126,10 @@ class DrawnForestStep(ForestStep):
             rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
             choice, slots = take_strategy_cells(rules, logprobs, scores, drawn, nodes.inputs(rules, lambda: beams[-1]))
             newest = reported_search_step(rules, choice)
-            return drawn_forest_on_host(newest), slots.cpu().numpy()
+            every = rules._replace(strategy=self.strategy._replace(keeps_one=False))
+            _, words, layout = pack_search_step(newest, every.layout(*logprobs.shape))
+            (on_host,) = unpack_search_steps(words.cpu().numpy(), layout)
+            return on_host, slots.cpu().numpy()
 
         for verified in accept_draft_layers(self.drafts, target, self.draft_rules, self.rng):
             rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
@@ -146,16 +149,9 @@ class DrawnForestStep(ForestStep):
         kept = self.strategy.going_on(newest)
         newest_tokens = kept.tokens[0].long()
         return Found(
-            [*steps[:-1], drawn_forest_on_host(kept)],
+            [*steps[:-1], self.strategy.going_on(steps[-1])],
             beams[: len(steps)],
             accepted,
             newest_tokens,
             before.after(NextSearchBeams.of(kept)),
         )
-
-
-def drawn_forest_on_host(step: SearchStepResult) -> SearchStepResult:
-    """The step of a single group."""
-    words, layout = pack_search_step(step)
-    (of_group,) = unpack_search_steps(words.cpu().numpy(), layout)
-    return of_group

@@ -17,8 +17,8 @@ import torch
 from vllm_trie.search.beams import SearchBeams, gather_search_states
 from vllm_trie.search.devices import filled_for_search, is_searched_on_host, search_numbers, uploaded_for_search
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
+from vllm_trie.search.step import take_packed_search_step
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
 from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
@@ -106,8 +106,7 @@ class VerifyingWalk:
             which = KernelLogits.of(self._values, at, rules.stops)
             return take(which, beams, search_numbers(len(at), device), nowhere)
         inputs = self.nodes[0].inputs(rules, cache(lambda: self._numbers(nodes[0])))
-        step = take_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
-        return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
+        return take_packed_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
 
     def _numbers(self, nodes: torch.Tensor) -> list[int]:
         """Of nodes [b] of the first group, as the host numbers them. Waits for the device."""

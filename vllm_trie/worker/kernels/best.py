@@ -16,7 +16,7 @@ from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.order_keys import (
@@ -69,13 +69,13 @@ class KernelBestStep(TakeStep):
         self._width, self._slots = rules.width, kernel_slots_of(rules.width)
         self._temperature = rules.filters.temperature
         self._rank_rows = KernelRowRanking(_wanted_by_kernels(rules), vocab_size)
-        self._layout = layout = kernel_layout_of(rules, num_rows, vocab_size)
+        self._layout = layout = rules.layout(num_rows, vocab_size)
         self._report = None if layout.top_shape is None else KernelReport(layout, vocab_size)
-        self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
+        self._num_ints, self._num_words = layout.num_ints, layout.num_words
         counts = rules.num_beams or rules.width, rules.width if self._rank_rows.num_lists > 1 else 0
         num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
         self._of_rows = num_rows, vocab_size, *counts, num_bits
-        self._how = rules.width, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
+        self._how = rules.width, layout.num_finished, SEMANTICS.index(rules.strategy), rules.is_last
         self._sizes = kernel_sizes_to_select(self._slots, self._slots)
         self._num_warps = warps_to_select(self._sizes["lanes"])
 
@@ -113,19 +113,6 @@ def _wanted_by_kernels(rules: SearchRules) -> Wanted:
 def kernel_slots_of(width: int) -> int:
     """What kernels are compiled for that take steps of so many beams."""
     return next(slots for slots in SLOTS if slots >= width)
-
-
-def kernel_layout_of(rules: SearchRules, num_rows: int, vocab_size: int) -> SearchResultLayout:
-    """How a step is packed."""
-    width, num_ended = rules.width, rules.width if rules.stops.ending_token_ids else 0
-    if rules.strategy != BestStrategy("vllm") or rules.is_last:
-        num_ended += rules.num_beams or width
-    ints, floats = [width, width, num_ended, num_ended], [width, num_ended]
-    if rules.num_logprobs is None:
-        return SearchResultLayout(ints, floats, None, False)
-    top_shape = torch.Size([num_rows, min(rules.num_logprobs, vocab_size)])
-    reported = [width, num_ended, top_shape.numel()]
-    return SearchResultLayout(ints + reported, floats + reported, top_shape, False)
 
 
 def kernel_sizes_to_select(slots: int, per_row: int) -> dict[str, int]:

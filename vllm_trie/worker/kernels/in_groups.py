@@ -18,7 +18,7 @@ from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
@@ -92,12 +92,12 @@ class KernelStepInGroups(TakeStep):
         # As many of each row as its group takes, and as earlier groups may have taken.
         wanted = Wanted(rules.width, kept, rules.filters, BOTH if ending else BOTH[:1])
         self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
-        sides = [rules.width, number * (width + ending)]
-        self._layout = SearchResultLayout([side for side in sides for _ in range(2)], sides, None, False)
-        self._num_ints, self._num_words = 2 * sum(sides), 3 * sum(sides)
+        self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
+        self._num_ints, self._num_words = layout.num_ints, layout.num_words
         num_bits = NUM_SCORE_BITS + (self._rows_of_group * sizes.vocab_size).bit_length()
         padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
-        self._of_rows = sizes.num_rows, ending, num_bits, number, width, float(strategy.penalty), padding
+        of_groups = number, width, layout.num_finished // number
+        self._of_rows = sizes.num_rows, ending, num_bits, *of_groups, float(strategy.penalty), padding
         self._is_last, self._sizes = rules.is_last, kernel_sizes_to_select(kernel_slots_of(width), kept)
         self._room = 4 * self._sizes["slots"] + 2 * self._sizes["lanes"]
         self._num_warps = warps_to_select(self._sizes["lanes"])
@@ -147,15 +147,15 @@ def less_penalties_in_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_rows", "ending", "num_bits", "num_groups", "width", "padding", "num_done", "is_last"),
-        *("num_words", "num_ints", "sampled_stride"),
+        *("vocab_size", "num_rows", "ending", "num_bits", "num_groups", "width", "count", "padding", "num_done"),
+        *("is_last", "num_words", "num_ints", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["index", "scores", "next_tokens", "taken", "places", "sampled"],
 )
 def _select_in_groups_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, normal, scores, keys, num_rows, ending, num_bits,
-    num_groups, width, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens, next_scores, taken,
-    words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
+    num_groups, width, count, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens, next_scores,
+    taken, words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
     part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
     """See `KernelStepInGroups`: a program per search.
@@ -163,11 +163,12 @@ def _select_in_groups_kernel(
     Args:
         keys: [L, R, per_row] of the rows of all searches, as if nothing was taken.
         ending: What each group ranks of what ends; if any, there are two lists.
+        count: Of each group, what may finish at most.
         order: [searches, 4 * slots + 2 * lanes], room.
         taken: [searches, b], room for the tokens that beams take.
     """
     search, rank, slot = tl.program_id(0).to(tl.int64), tl.arange(0, 2 * slots), tl.arange(0, slots)
-    count, num_beams, first_row = width + ending, num_groups * width, search * num_rows
+    num_beams, first_row = num_groups * width, search * num_rows
     num_ended = num_groups * count
     order, words, taken = (
         order + search * (4 * slots + 2 * lanes),

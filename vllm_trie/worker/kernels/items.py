@@ -15,7 +15,7 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import (
@@ -76,13 +76,14 @@ class KernelStepAlongItems(TakeStep):
 
     def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         self._width, self._temperature = rules.width, rules.filters.temperature
-        self._count = count = rules.num_beams or rules.width
+        self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
+        self._num_words = layout.num_words
+        count = layout.num_finished
         self._children = next(children for children in CHILDREN if children >= sizes.most_children)
         self._how_to_rank = sizes.num_rows, count, kernel_log_min_p(rules.filters)
         self._sizes_to_rank = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), self._children)
         num_bits = NUM_SCORE_BITS + (sizes.num_rows * self._children).bit_length()
         self._how_to_select, self._may_end = (sizes.num_rows, count, num_bits), not rules.stops.are_barred
-        self._layout = SearchResultLayout([self._width, self._width, count, count], [self._width, count], None, False)
         self._slots = kernel_slots_of(self._width)
         self._sizes = kernel_sizes_to_select(self._slots, self._slots)
         self._num_warps = warps_to_select(2 * self._sizes["lanes"])
@@ -103,7 +104,7 @@ class KernelStepAlongItems(TakeStep):
             *logits.arguments, *tiles[3:], scores, *self._how_to_rank, *nodes, keys, normal,
             **self._sizes_to_rank, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
-        words = torch.empty(num_groups, 3 * (self._width + self._count), dtype=torch.int32, device=device)
+        words = torch.empty(num_groups, self._num_words, dtype=torch.int32, device=device)
         order = torch.empty(num_groups, 2, 2, self._slots, dtype=torch.int64, device=device)
         parents, tokens, targets = torch.empty(3, num_groups, self._width, dtype=torch.int64, device=device)
         next_scores = torch.empty(num_groups, self._width, dtype=torch.float32, device=device)

@@ -43,12 +43,12 @@ class KernelReport:
 
     def __init__(self, layout: SearchResultLayout, vocab_size: int) -> None:
         assert layout.top_shape is not None
-        (self._num_rows, num_tops), (width, count) = layout.top_shape, layout.floats[:2]
+        (self._num_rows, num_tops), (width, count) = layout.top_shape, layout[:2]
         most = max(num_tops, 1)
         self._kept = next(kept for kept in REPORTED if kept >= most)
         self._rank_rows = KernelRowRanking(Wanted(most, self._kept), vocab_size)
         self._num_written = width + count + self._num_rows
-        self._sides = sum(layout.ints), width, count, self._num_rows, num_tops
+        self._sides = layout.num_ints, width, count, self._num_rows, num_tops
 
     def __call__(self, logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor) -> None:
         """Write them.

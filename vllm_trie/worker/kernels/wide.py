@@ -21,7 +21,6 @@ from vllm_trie.worker.kernels.best import (
     HF,
     SEMANTICS,
     VLLM,
-    kernel_layout_of,
     write_beams_in_kernel,
     write_ended_in_kernel,
 )
@@ -66,11 +65,11 @@ class KernelWideStep(TakeStep):
         self._filters, self._width, self._most = rules.filters, rules.width, rules.num_beams or rules.width
         self._stops = rules.stops if rules.strategy == BestStrategy("vllm") else StopConstraints()
         self._count = min(rules.width, num_rows * self._vocab_size)
-        self._layout = layout = kernel_layout_of(rules, num_rows, self._vocab_size)
+        self._layout = layout = rules.layout(num_rows, self._vocab_size)
         self._report = None if layout.top_shape is None else KernelReport(layout, self._vocab_size)
-        self._num_ints, self._num_words = sum(layout.ints), sum(layout.ints) + sum(layout.floats)
+        self._num_ints, self._num_words = layout.num_ints, layout.num_words
         self._num_rows = num_rows
-        self._how = self._width, self._most, layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last
+        self._how = self._width, self._most, layout.num_finished, SEMANTICS.index(rules.strategy), rules.is_last
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor

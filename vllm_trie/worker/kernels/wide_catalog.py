@@ -16,7 +16,7 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.best import write_ended_in_kernel
@@ -71,7 +71,9 @@ class KernelWideStepAlongItems(TakeStep):
 
     def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         self._width, self._temperature = rules.width, rules.filters.temperature
-        self._count, self._room = rules.num_beams or rules.width, _kernel_room_for_children(sizes)
+        self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
+        self._num_words = layout.num_words
+        self._count, self._room = layout.num_finished, _kernel_room_for_children(sizes)
         self._how_to_rank = sizes.num_rows, self._room, kernel_log_min_p(rules.filters)
         self._sizes, self._may_end = (
             kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK)),
@@ -88,16 +90,15 @@ class KernelWideStepAlongItems(TakeStep):
         nodes = states, trie.first_child, trie.tokens
         keys = self._best_items(logits._replace(temperature=self._temperature), beams.scores.contiguous(), nodes)
         count = keys.shape[1]
-        layout = SearchResultLayout([width, width, count, count], [width, count], None, False)
-        words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
+        words = torch.empty(num_groups, self._num_words, dtype=torch.int32, device=device)
         parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
         by_slot = parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device)
         slots = launch_find_first_children(keys[num_groups:], self._room, width, count)
         _select_wide_items_kernel[num_groups,](
-            keys, num_rows, self._room, count, width, *nodes, trie.is_item.view(torch.int8), self._may_end, *slots,
-            *by_slot, targets, words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
+            keys, num_rows, self._room, count, width, self._count, *nodes, trie.is_item.view(torch.int8), self._may_end,
+            *slots, *by_slot, targets, words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
         )  # fmt: skip
-        return PackedSearchStep(NextSearchBeams(*by_slot, states={along: targets}), words, layout)
+        return PackedSearchStep(NextSearchBeams(*by_slot, states={along: targets}), words, self._layout)
 
     def _best_items(self, logits: KernelLogits, scores: torch.Tensor, nodes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """[2 * G, K] int64, order keys, in order: of each group's best children, then of its best that have some.
@@ -220,18 +221,18 @@ def nodes_in_kernel(parent, child, score, states, first_child):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "room", "count", "width", "may_end", "sampled_stride"],
+    do_not_specialize=["num_rows", "room", "count", "width", "num_ended", "may_end", "sampled_stride"],
     do_not_specialize_on_alignment=["states", "dead", "places", "next_tokens", "targets", "sampled"],
 )
 def _select_wide_items_kernel(
-    keys, num_rows, room, count, width, states, first_child, node_tokens, is_item, may_end, first_children,
+    keys, num_rows, room, count, width, num_ended, states, first_child, node_tokens, is_item, may_end, first_children,
     dead, next_parents, next_tokens, next_scores, targets, words, places, sampled, sampled_stride, part: tl.constexpr,
 ):  # fmt: skip
     """What is complete among the best finishes, the best that have children go on: a program per group."""
     group = tl.program_id(0).to(tl.int64)
     over, live = keys + group * count, keys + (tl.num_programs(0) + group) * count
     states, places = states + group * num_rows, places + group * num_rows
-    words, num_ints = words + group * 3 * (width + count), 2 * (width + count)
+    words, num_ints = words + group * 3 * (width + num_ended), 2 * (width + num_ended)
     first_children, dead, targets = first_children + group * width, dead + group * width, targets + group * width
     next_parents += group * width
     next_tokens += group * width
@@ -244,13 +245,15 @@ def _select_wide_items_kernel(
         tl.store(targets + slot, tl.zeros([part], tl.int64), mask=slot < width)
     list_dead_in_kernel(first_children, dead, width, count, part)
     num_living, num_others = 0, 0
-    for start in range(0, count, part):
+    for start in range(0, num_ended, part):
         rank = start + tl.arange(0, part)
         parent, child, score = continuations_in_kernel(over, rank, count, room)
         node = nodes_in_kernel(parent, child, score, states, first_child)
         ends = (tl.load(is_item + node) != 0) & may_end
         token, ended_with = tl.load(node_tokens + node), tl.where(ends, score, float("-inf"))
-        write_ended_in_kernel(words, num_ints, width, count, rank, parent, token, ended_with, rank < count)
+        write_ended_in_kernel(
+            words, num_ints, width, num_ended, rank, parent, token, ended_with, rank < num_ended
+        )  # fmt: skip
 
         parent, child, score = continuations_in_kernel(live, rank, count, room)
         node = nodes_in_kernel(parent, child, score, states, first_child)

@@ -8,8 +8,8 @@ import torch
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
+from vllm_trie.search.step import take_packed_search_step
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, best, in_groups, items, wide, wide_catalog
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
@@ -62,9 +62,10 @@ class SelectionStepByTorch(TakeStep):
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
-        step = take_search_step(self.rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.inputs)
-        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(NextSearchBeams.of(step), beams))
-        return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
+        of_rows = logits.values[self.which].view(*beams.scores.shape, -1)
+        taken = take_packed_search_step(self.rules, of_rows, beams, self.inputs)
+        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(taken.going, beams))
+        return taken
 
 
 def newest_selected_tokens(going: NextSearchBeams, beams: SearchBeams) -> torch.Tensor:

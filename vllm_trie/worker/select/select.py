@@ -18,8 +18,8 @@ from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import uploaded_once_for_search
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.slots import choose_next_search_beams
-from vllm_trie.search.step import is_light_search_step, take_search_step
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, pack_search_step
+from vllm_trie.search.step import is_light_search_step, take_packed_search_step
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
 from vllm_trie.worker.rows.catalogs import RowCatalogs
@@ -161,9 +161,9 @@ class Selector:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
         if not launches.worker_runs_kernels_on(values.device):
-            step = take_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, inputs)
-            sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
-            return PackedSearchStep(NextSearchBeams.of(step), *pack_search_step(step))
+            step = take_packed_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, inputs)
+            sampled[cohort.on_device[1], 0] = step.going.tokens.long()[:, : cohort.places.shape[1]].flatten()
+            return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams)
         if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):

@@ -15,8 +15,7 @@ from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.parts import search_rows_at_a_time
 from vllm_trie.search.rules import SearchInputs, SearchRules, SearchStrategy
-from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import pack_search_step
+from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
@@ -97,7 +96,7 @@ def _take_startup_step(rules: SearchRules, logits: torch.Tensor, under: States =
     """Take a step of as many groups as there are rows for, with logits as they are once they are processed."""
     by_group = logits.float().view(-1, rules.width, logits.shape[1])
     beams = SearchBeams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
-    pack_search_step(take_search_step(rules, by_group, beams, SearchInputs([(0, 0)] * len(by_group))))
+    take_packed_search_step(rules, by_group, beams, SearchInputs([(0, 0)] * len(by_group)))
 
 
 def _startup_states_by_grammar(logits: torch.Tensor) -> States:
