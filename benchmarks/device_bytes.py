@@ -68,14 +68,13 @@ LOGITS_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # by kernel: of ho
     "_rank_blocks_kernel": lambda given, grid: 0,  # likewise
     "_rank_tokens_kernel": lambda given, grid: given["chosen"].numel() * given["tile"],
     "_rank_items_kernel": lambda given, grid: grid[0] * given["children"],
-    "_rank_item_tiles_kernel": lambda given, grid: grid[0] * given["room"],
+    "_rank_item_tiles_kernel": lambda given, grid: grid[0] * given["num_places"],
     "_rank_items_of_tiles_kernel": lambda given, grid: given["chosen"].numel() * given["tile"],
     "_select_in_groups_kernel": lambda given, grid: given["keys"].numel(),
     "_write_logprobs_kernel": lambda given, grid: (grid[0] - given["num_rows"]) * grid[1] * given["vocab_size"],
 }
 CLASSES_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # likewise; other kernels read one with each logit
     "_tile_max_kernel": lambda given, grid: given["num_mixed"] * given["tiles"] * given["tile"],
-    "_select_best_kernel": lambda given, grid: 2 * grid[0] * given["slots"],
 }
 OF_CHILDREN = {"node_tokens": 1, "first_child": 2}  # of a catalog: how many numbers are read for each child's logit
 OF_TILES = "_rank_tiles_kernel", "going"  # of which the kernel reads those in chosen blocks

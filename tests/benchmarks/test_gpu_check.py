@@ -25,7 +25,7 @@ from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker.attention.prefix_suffix import Calls
-from vllm_trie.worker.kernels import best
+from vllm_trie.worker.kernels import step
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
@@ -83,7 +83,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
 
 
-def _other_tokens(*args: Any, take: Any = best.KernelBestStep.__call__) -> Any:
+def _other_tokens(*args: Any, take: Any = step.KernelStep.__call__) -> Any:
     taken = take(*args)
     taken.words[:, taken.layout.ints[0]] += 1
     return taken
@@ -92,7 +92,7 @@ def _other_tokens(*args: Any, take: Any = best.KernelBestStep.__call__) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "says"),
     [
-        (best.KernelBestStep, "__call__", _other_tokens, "beams"),
+        (step.KernelStep, "__call__", _other_tokens, "beams"),
         (copies, "launch_kv_reorder", lambda *_: None, "reordered"),
     ],
 )

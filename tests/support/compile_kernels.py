@@ -20,18 +20,18 @@ from triton.compiler import ASTSource
 from vllm_trie.speculation.worker.kernels import forest_growth, forest_layout
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.kernels import (
-    best,
+    CHILDREN,
+    SLOTS,
     controls,
+    decide,
     in_groups,
     items,
     report,
     rows_beside,
     slots,
+    step,
     tiles,
-    wide,
-    wide_catalog,
     wide_keys,
-    wide_slots,
 )
 from vllm_trie.worker.kv import copies
 
@@ -90,11 +90,13 @@ RANKED = dict.fromkeys(["num_blocks", "num_rows", "count", "first_list", "among_
 }
 WORDS = {"words": "*i32"} | dict.fromkeys(["num_words", "num_ints", "width", "count", "num_rows"], INT)
 SELECTED = (
-    dict.fromkeys(["keys", "order", "next_parents", "next_tokens", "places", "sampled"], LONGS)
-    | dict.fromkeys(["from_list_to_list", "kept", "vocab_size", "going", "ending", "num_bits"], INT)
+    dict.fromkeys(["keys", "room", "next_parents", "next_tokens", "places", "sampled"], LONGS)
+    | dict.fromkeys(["of_group", "kept", "num_bits", "num_places", "going", "ending", "num_key_bits"], INT)
     | dict.fromkeys(["num_ended", "semantics", "sampled_stride"], INT)
-    | {"next_scores": FLOATS, "classes": "*i8"}
+    | {"next_scores": FLOATS, "is_last": "u1"}
 )
+TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
+ALONG = {"states": LONGS, "first_node": "*i32", "node_tokens": "*i32", "is_item": "*i8", "targets": LONGS}
 
 
 def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
@@ -103,26 +105,27 @@ def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
     return tiles._rank_rows_kernel, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
 
 
-def to_select(slots: int) -> tuple[Any, ...]:
-    """The kernel that selects among what the rows of a group have ranked."""
-    sizes = best.kernel_sizes_to_select(slots, slots)
-    types = SELECTED | WORDS | {"is_last": "u1"}
-    return best._select_best_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
+def to_select(slots: int, is_along: bool) -> tuple[Any, ...]:
+    """The kernel that decides what goes on and what finishes; 0: of many beams, whose keys are in order."""
+    types = SELECTED | WORDS | (ALONG if is_along else {})
+    nodes = {} if is_along else dict.fromkeys(ALONG)
+    if not slots:
+        sizes = decide.kernel_sizes_to_select_of_many()
+        return decide._select_kernel, types | {"room": "*i32"}, sizes | nodes, decide.NUM_WARPS
+    sizes = decide.kernel_sizes_to_select(slots, slots)
+    return decide._select_kernel, types, sizes | nodes, decide.warps_to_select(sizes["lanes"])
 
 
 def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that does so group after group."""
-    sizes = best.kernel_sizes_to_select(slots, per_row)
-    of_groups = dict.fromkeys(["num_groups", "padding", "num_done"], INT) | {"penalty": "fp32", "is_last": "u1"}
+    sizes = decide.kernel_sizes_to_select(slots, per_row)
+    of_groups = dict.fromkeys(["num_groups", "most", "padding", "num_done"], INT) | {"penalty": "fp32", "may_end": "u1"}
     of_groups |= {"normal": FLOATS, "scores": FLOATS, "done": LONGS, "taken": LONGS}
     types = LOGITS | SELECTED | WORDS | of_groups
-    return in_groups._select_in_groups_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
+    return in_groups._select_in_groups_kernel, types, sizes, decide.warps_to_select(sizes["lanes"])
 
 
 IN_GROUPS = (4, 16), (16, 16), (4, 64), (16, 64), (32, 64)  # slots, and continuations kept of each row
-
-
-TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
 
 
 def to_rank_items(children: int) -> tuple[Any, ...]:
@@ -135,54 +138,38 @@ def to_rank_items(children: int) -> tuple[Any, ...]:
     )
 
 
-def to_select_items(slots: int) -> tuple[Any, ...]:
-    """The kernel that selects among them."""
-    sizes = best.kernel_sizes_to_select(slots, slots)
-    types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS, "may_end": "u1", "children": INT}
-    return items._select_items_kernel, types, sizes, best.warps_to_select(2 * sizes["lanes"])
-
-
 def to_report(per_row: int) -> tuple[Any, ...]:
     """The kernel that writes log-probabilities."""
     types = LOGITS | WORDS | {"keys": LONGS, "normal": FLOATS, "num_tops": INT}
     return report._write_logprobs_kernel, types, {"per_row": per_row, "block": tiles.BLOCK}, report.WARPS_TO_REPORT
 
 
-OF_WIDE = (
-    {"chosen": LONGS, "of_rows": FLOATS, "first_child": "*i32", "dead": "*i32"}
-    | dict.fromkeys(["num_chosen", "num_tiles", "num_groups", "per_row", "most", "room"], INT)
-    | dict.fromkeys(["num_ends", "most_better"], INT)
-    | {"first_children": "*i32", "is_last": "u1", "ends": LONGS, "is_item": "*i8", "targets": LONGS, "may_end": "u1"}
+OF_MANY = {"chosen": LONGS, "of_rows": FLOATS, "first_child": "*i32", "ends": LONGS} | dict.fromkeys(
+    ["num_chosen", "num_tiles", "num_groups", "most", "num_places", "num_ends", "most_better"], INT
 )
 
 
-def of_wide(kernel: Any, sizes: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
+def of_many(kernel: Any, sizes: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
     """A kernel of steps of many beams."""
-    return kernel, RANKED | SELECTED | WORDS | OF_WIDE | TRIE | TILES, sizes, num_warps
+    return kernel, RANKED | WORDS | OF_MANY | TRIE | TILES, sizes, num_warps
 
 
 PARTS = {"tile": tiles.TILE, "lanes": wide_keys.KEYS_AT_A_TIME}
-CHILDREN = {"slots": wide_slots.SLOTS_AT_A_TIME, "part": wide_slots.CHILDREN_AT_A_TIME}
-WIDE = [
+OF_CHILDREN = {"slots": decide.SLOTS_AT_A_TIME, "part": decide.CHILDREN_AT_A_TIME}
+MANY = [
     *(
-        of_wide(
+        of_many(
             wide_keys._rank_blocks_kernel,
             wide_keys.kernel_sizes_to_rank_blocks(blocks),
             wide_keys.warps_to_rank_blocks(blocks),
         )
-        for blocks in (16, wide.MOST_BLOCKS)
+        for blocks in (16, step.MOST_BLOCKS)
     ),
-    of_wide(wide_keys._rank_tiles_kernel, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_keys._rank_tokens_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_slots._find_first_children_kernel, CHILDREN, wide_slots.NUM_WARPS),
-    of_wide(wide._select_wide_kernel, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
-    of_wide(
-        wide_catalog._rank_item_tiles_kernel,
-        wide_catalog.kernel_sizes_to_rank_tiles(wide.MOST_BLOCKS),
-        wide_catalog.WARPS_TO_RANK,
-    ),
-    of_wide(wide_catalog._rank_items_of_tiles_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_catalog._select_wide_items_kernel, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
+    of_many(wide_keys._rank_tiles_kernel, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
+    of_many(wide_keys._rank_tokens_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
+    of_many(decide._find_first_children_kernel, OF_CHILDREN, decide.NUM_WARPS),
+    of_many(items._rank_item_tiles_kernel, items.kernel_sizes_to_rank_tiles(step.MOST_BLOCKS), items.WARPS_TO_RANK),
+    of_many(items._rank_items_of_tiles_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
 ]
 
 
@@ -200,7 +187,7 @@ def to_draft(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that drafts a layer of each forest."""
     sizes = forest_growth.kernel_sizes_to_draft(slots, per_row)
     types = {name: kind for name, kind in GROWING.items() if name != "slots"}
-    return forest_growth._draft_nodes_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
+    return forest_growth._draft_nodes_kernel, types, sizes, decide.warps_to_select(sizes["lanes"])
 
 
 def to_place(lanes: int) -> tuple[Any, ...]:
@@ -316,13 +303,12 @@ CASES: list[tuple[Any, ...]] = [
         4,
     ),
     (tiles._tile_max_kernel, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
-    to_rank(best.SLOTS[0], blocks=1),
+    to_rank(SLOTS[0], blocks=1),
     *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in forest_growth.SIZES)})),
-    *(to_select(slots) for slots in best.SLOTS),
+    *(to_select(slots, is_along) for slots in (0, *SLOTS) for is_along in (False, True)),
     *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
-    *(to_rank_items(children) for children in items.CHILDREN),
-    *(to_select_items(slots) for slots in best.SLOTS),
-    *WIDE,
+    *(to_rank_items(children) for children in CHILDREN),
+    *MANY,
     *(to_report(per_row) for per_row in report.REPORTED),
     *(to_draft(*sizes) for sizes in forest_growth.SIZES),
     *(to_place(lanes) for lanes in forest_growth.LANES),

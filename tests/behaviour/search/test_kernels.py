@@ -15,7 +15,7 @@ from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels import TakeStep, best, in_groups, items
+from vllm_trie.worker.kernels import TakeStep, in_groups, step
 from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
@@ -28,11 +28,11 @@ FEW_TOKENS = 3
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[type[TakeStep]]:
     """Let kernels do the work. Returns the kinds of the steps that they take from then on."""
     taken = list[type[TakeStep]]()
-    for kind in (best.KernelBestStep, in_groups.KernelStepInGroups, items.KernelStepAlongItems):
+    for kind in (step.KernelStep, in_groups.KernelStepInGroups):
 
-        def noted(step: TakeStep, *args: Any, take: Any = kind.__call__) -> PackedSearchStep:
-            taken.append(type(step))
-            return take(step, *args)
+        def noted(one: TakeStep, *args: Any, take: Any = kind.__call__) -> PackedSearchStep:
+            taken.append(type(one))
+            return take(one, *args)
 
         monkeypatch.setattr(kind, "__call__", noted)
     monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)

@@ -13,7 +13,8 @@ from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, SearchCandidates
 from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.search.step import take_packed_search_step
-from vllm_trie.worker.kernels import KernelStepSizes, slots, wide, wide_slots
+from vllm_trie.worker.kernels import decide, slots
+from vllm_trie.worker.kernels.tiles import KernelRanking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEAD = float("-inf")
@@ -66,11 +67,12 @@ def test_kernels_for_many_beams_select_as_torch(
     both, candidates = torch.stack([keys, torch.full_like(keys, NO_KEY)]), SearchCandidates(parents, tokens, scores)
     places = torch.arange(num_groups * num_rows, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wide, "PART", 4)
-        patch.setattr(wide_slots, "SLOTS_AT_A_TIME", 2)
-        patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
-        step = wide.KernelWideStep(rules_of(width), KernelStepSizes(num_rows, vocab_size))
-        taken = step.select(both.to(DEVICE), places, places[:, None].clone())
+        patch.setattr(decide, "PART", 4)
+        patch.setattr(decide, "SLOTS_AT_A_TIME", 2)
+        patch.setattr(decide, "CHILDREN_AT_A_TIME", 4)
+        rules, ranking = rules_of(width), KernelRanking(launch=lambda *_: NotImplemented, num_places=vocab_size)
+        decision = decide.KernelDecision(rules, num_rows, rules.layout(num_rows, vocab_size), ranking)
+        taken = decision(both.to(DEVICE), places, places[:, None].clone())
     expected = choose_next_search_beams(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
     assert torch.equal(taken.going.scores.cpu(), expected.scores)

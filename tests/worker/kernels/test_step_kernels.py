@@ -35,7 +35,7 @@ from vllm_trie.search.step_result import (
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.token_tables import search_token_columns
-from vllm_trie.worker.kernels import KernelStepSizes, best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
+from vllm_trie.worker.kernels import KernelStepSizes, decide, items, step, tiles, wide_keys
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.by_kernels import select_by_kernels
 
@@ -77,8 +77,8 @@ class Problem:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
         logits = self.logits._replace(temperature=self.rules.filters.temperature)
         rank_rows = tiles.KernelRowRanking(tiles.Wanted(1, 1), self.shape[2])
-        ranked = rank_rows(logits, tiles.launch_tile_maxima(logits), self.scores, 1)
-        highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
+        ranked = rank_rows(tiles.launch_tile_maxima(logits), self.scores)
+        highest, rest = ranked.of_rows.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
             # By a number torch divides on a GPU as it multiplies by what 1 is divided by it.
@@ -214,24 +214,24 @@ def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> 
 
 def is_wide(rules: SearchRules) -> bool:
     """Whether kernels for many beams take steps by these rules."""
-    return wide.can_take_by_kernels(rules, KernelStepSizes(1, 3))
+    with only_wide():
+        return step.can_take_by_kernels(rules, KernelStepSizes(1, 3))
 
 
 @contextmanager
 def only_wide() -> Iterator[None]:
     """Within it, kernels for many beams take steps of few, a few slots and continuations at a time."""
     lowered: list[tuple[ModuleType, str, int]] = [
-        *((module, "PART", 4) for module in (wide, wide_catalog)),
-        *((module, "KEYS_AT_A_TIME", 128) for module in (wide_keys, wide_catalog)),
-        (wide_slots, "SLOTS_AT_A_TIME", 2),
-        (wide_slots, "CHILDREN_AT_A_TIME", 4),
-        (wide_catalog, "CHILDREN_AT_A_TIME", tiles.TILE),
+        *((module, "KEYS_AT_A_TIME", 128) for module in (wide_keys, items)),
+        (decide, "PART", 4),
+        (decide, "SLOTS_AT_A_TIME", 2),
+        (decide, "CHILDREN_AT_A_TIME", 4),
+        (items, "CHILDREN_AT_A_TIME", tiles.TILE),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in lowered:
             patch.setattr(module, name, value)
-        for module in (best, items):
-            patch.setattr(module, "can_take_by_kernels", lambda *_: False)
+        patch.setattr(step, "beams_are_few_for_kernels", lambda *_: False)
         yield
 
 
@@ -263,7 +263,7 @@ def test_by_vllms_rules_what_ends_finishes_only_among_the_best_of_its_row(
     stops: tuple[int, ...], has_ties: bool
 ) -> None:
     check(problem := ending_with(stops, has_ties))
-    if len(stops) <= wide.MOST_ENDS:
+    if len(stops) <= step.MOST_ENDS:
         with only_wide():
             check(problem)
 
@@ -330,9 +330,9 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         problem.scores[1, 1:] = NEVER
     beams = SearchBeams(problem.scores, states={along: states})
     sizes = KernelStepSizes.of(beams, 70)
-    assert items.can_take_by_kernels(rules, sizes)
+    assert step.can_take_by_kernels(rules, sizes)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
-    taken = items.KernelStepAlongItems(rules, sizes)(problem.logits, beams, problem.places, sampled)
+    taken = step.KernelStep(rules, sizes)(problem.logits, beams, problem.places, sampled)
     theirs, layout = take_search_step(rules, problem.of_rows(), beams), rules.layout(*problem.shape[1:])
     expected = pack_search_step(theirs, layout).words
     assert taken.layout == layout
@@ -402,7 +402,7 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         problem = Problem(rules, 1, 3, 70, seed=length)
         sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
         beams = beams._replace(length=length)
-        take = items.KernelStepAlongItems(rules, KernelStepSizes.of(beams, 70))
+        take = step.KernelStep(rules, KernelStepSizes.of(beams, 70))
         taken = take(problem.logits, beams, problem.places, sampled)
         theirs = take_search_step(rules, problem.of_rows(), beams)
         lives = theirs.scores > NEVER

@@ -137,7 +137,7 @@ def test_no_width_launches_a_variant_that_was_not_warmed(
     step = WeightlessStep(rules_of(width, stops=(1,)), 3, VOCAB_SIZE, num_ordinary)
     for number in (24, 25):
         step.sample(np.full(3, number))
-    assert noted["_select_best_kernel" if width <= SLOTS[-1] else "_select_wide_kernel"].count > 0
+    assert noted["_rank_rows_kernel" if width <= SLOTS[-1] else "_rank_blocks_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -170,7 +170,7 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
         "_draft_nodes_kernel",
         "_place_draft_nodes_kernel",
         "_lay_out_forest_nodes_kernel",
-        "_select_best_kernel",
+        "_select_kernel",
     )
     assert not new_variants({name: noted[name] for name in launched}, warmed)
 
@@ -201,8 +201,8 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
         for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(plain._replace(**own), logits, num_rows, {})
-    assert noted["_select_best_kernel"].count + noted["_select_wide_kernel"].count > 100
-    assert noted["_select_wide_kernel"].count > 0
+    assert noted["_select_kernel"].count > 100
+    assert noted["_rank_blocks_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -233,8 +233,8 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
             rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(rules, logits, num_rows, {along: nowhere(1, num_rows)})
-    assert noted["_select_items_kernel"].count + noted["_select_wide_items_kernel"].count > 100
-    assert noted["_select_wide_items_kernel"].count > 0
+    assert noted["_select_kernel"].count > 100
+    assert noted["_rank_item_tiles_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 

@@ -181,7 +181,7 @@ def test_steps_of_many_beams_by_kernels_hold_little(constraints: tuple[ItemConst
         step = WeightlessStep(rules, 1, VOCAB_SIZE, most_children=(8192,) * 3)
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
-    assert noted["_select_wide_items_kernel" if constraints else "_select_wide_kernel"].count == 1
+    assert noted["_rank_item_tiles_kernel" if constraints else "_rank_blocks_kernel"].count == 1
     assert 0 < counter.most <= 0.2 * 2 * width * VOCAB_SIZE  # of the bytes of logits
 
 

@@ -7,7 +7,7 @@ walks its groups, one after the other, and ranks what their rows have kept anew,
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import triton
@@ -21,21 +21,20 @@ from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
-from vllm_trie.worker.kernels.best import (
+from vllm_trie.worker.kernels.decide import (
     HF,
+    ROOM,
     decide_in_kernel,
+    in_order_in_kernel,
     kernel_sizes_to_select,
     kernel_slots_of,
     kernel_slots_up_to,
     warps_to_select,
-    write_beams_in_kernel,
-    write_ended_in_kernel,
 )
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
     NUM_SCORE_BITS,
-    first_of_lists_in_kernel,
     is_among_in_kernel,
     key_score_in_kernel,
     order_key_in_kernel,
@@ -56,13 +55,6 @@ KEPT = 16, 64  # continuations of a row, of what goes on and what ends, that ker
 NO_TOKEN = tl.constexpr(-1)  # in the place of a token that no beam took
 
 
-class Groups(NamedTuple):
-    """The groups of beams of each search."""
-
-    number: int
-    width: int  # beams of each
-
-
 def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
@@ -75,47 +67,43 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     )
 
 
-def kernel_groups_of(rules: SearchRules) -> Groups:
-    """What rules say of groups of beams."""
-    number = cast(DiverseGroupsStrategy, rules.strategy).number
-    return Groups(number, rules.width // number)
-
-
 class KernelStepInGroups(TakeStep):
     """Takes a step by such rules."""
 
     def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
-        strategy, (number, width) = cast(DiverseGroupsStrategy, rules.strategy), kernel_groups_of(rules)
-        self._num_beams, self._temperature, self._done = rules.width, rules.filters.temperature, strategy.done
-        self._rows_of_group, ending = min(sizes.num_rows, width), width if rules.stops.ending_token_ids else 0
+        strategy, self._num_beams = cast(DiverseGroupsStrategy, rules.strategy), rules.width
+        self._temperature, self._done = rules.filters.temperature, strategy.done
+        width, may_end = rules.width // strategy.number, bool(rules.stops.ending_token_ids)
+        self._rows_of_group = min(sizes.num_rows, width)
         kept = next(kept for kept in KEPT if kept >= rules.width)
         # As many of each row as its group takes, and as earlier groups may have taken.
-        wanted = Wanted(rules.width, kept, rules.filters, BOTH if ending else BOTH[:1])
+        wanted = Wanted(rules.width, kept, rules.filters, BOTH if may_end else BOTH[:1])
         self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
         self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
-        self._num_ints, self._num_words = layout.num_ints, layout.num_words
-        num_bits = NUM_SCORE_BITS + (self._rows_of_group * sizes.vocab_size).bit_length()
+        self._of_words = layout.num_words, layout.num_ints, layout.num_finished
+        num_key_bits = NUM_SCORE_BITS + (self._rows_of_group * sizes.vocab_size).bit_length()
+        slots, most = kernel_slots_of(width), min(rules.num_beams or width, width)
+        self._how = sizes.num_rows, num_key_bits, slots.bit_length(), strategy.number, width, most, may_end
         padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
-        of_groups = number, width, layout.num_finished // number
-        self._of_rows = sizes.num_rows, ending, num_bits, *of_groups, float(strategy.penalty), padding
-        self._is_last, self._sizes = rules.is_last, kernel_sizes_to_select(kernel_slots_of(width), kept)
-        self._room = 4 * self._sizes["slots"] + 2 * self._sizes["lanes"]
+        self._penalties = float(strategy.penalty), padding
+        self._is_last, self._sizes = rules.is_last, kernel_sizes_to_select(slots, kept)
+        self._room = ROOM.value * slots + 2 * self._sizes["lanes"]
         self._num_warps = warps_to_select(self._sizes["lanes"])
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
-        logits = logits._replace(temperature=self._temperature)
+        tiles = launch_tile_maxima(logits._replace(temperature=self._temperature))
         scores, device, num_searches = beams.scores.contiguous(), places.device, len(beams.scores)
-        ranked = self._rank_rows(logits, launch_tile_maxima(logits), scores, self._rows_of_group)
-        words = torch.empty(num_searches, self._num_words, dtype=torch.int32, device=device)
-        order = torch.empty(num_searches, self._room, dtype=torch.int64, device=device)
+        ranked = self._rank_rows(tiles, scores.view(-1, self._rows_of_group))
+        words = torch.empty(num_searches, self._of_words[0], dtype=torch.int32, device=device)
+        room = torch.empty(num_searches, self._room, dtype=torch.int64, device=device)
         parents, tokens, taken = torch.empty(3, num_searches, self._num_beams, dtype=torch.int64, device=device)
         next_scores, done = scores.new_empty(num_searches, self._num_beams), search_constant(self._done, device)
         _select_in_groups_kernel[num_searches,](
-            *logits.arguments, ranked.normal, scores, ranked.keys, *self._of_rows, done, len(done), self._is_last,
-            order, parents, tokens, next_scores, taken, words, self._num_words, self._num_ints, places, sampled,
+            *tiles.of_logits, ranked.of_rows, scores, ranked.keys, *self._how, *self._penalties, done, len(done),
+            self._is_last, room, parents, tokens, next_scores, taken, words, *self._of_words, places, sampled,
             sampled.stride(0), **self._sizes, num_warps=self._num_warps, enable_fp_fusion=False,
         )  # fmt: skip
         return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
@@ -124,17 +112,17 @@ class KernelStepInGroups(TakeStep):
 @triton.jit
 def less_penalties_in_kernel(
     keys, to, num_lists, from_list_to_list, num_keys, logits, index, stride, vocab_size, classes, temperature, normal,
-    scores, taken, num_taken, penalty, is_done, lanes: tl.constexpr, part: tl.constexpr,
+    scores, taken, num_taken, penalty, is_done, lanes: tl.constexpr, at_a_time: tl.constexpr,
 ):  # fmt: skip
     """Rank the continuations of a group's rows anew, less what each time costs that its token is among `taken`."""
-    for start in range(0, num_lists * lanes, part):
-        of_part = tl.arange(0, part)
+    for start in range(0, num_lists * lanes, at_a_time):
+        of_part = tl.arange(0, at_a_time)
         lane = start % lanes + of_part
         key = tl.load(keys + tl.where(start < lanes, 0, from_list_to_list) + lane, mask=lane < num_keys, other=LAST_KEY)
         exists = key < LAST_KEY
         place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
         row, token = place // vocab_size, place % vocab_size
-        num_times = tl.zeros([part], tl.int32)
+        num_times = tl.zeros([at_a_time], tl.int32)
         for at in range(num_taken):
             num_times += (token == tl.load(taken + at)).to(tl.int32)
         values = logits + tl.load(index + row) * stride
@@ -147,65 +135,58 @@ def less_penalties_in_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_rows", "ending", "num_bits", "num_groups", "width", "count", "padding", "num_done"),
-        *("is_last", "num_words", "num_ints", "sampled_stride"),
+        *("vocab_size", "num_rows", "num_key_bits", "num_bits", "num_groups", "width", "most", "may_end", "padding"),
+        *("num_done", "is_last", "num_words", "num_ints", "num_ended", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["index", "scores", "next_tokens", "taken", "places", "sampled"],
 )
 def _select_in_groups_kernel(
-    logits, index, stride, vocab_size, classes, mixed, temperature, normal, scores, keys, num_rows, ending, num_bits,
-    num_groups, width, count, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens, next_scores,
-    taken, words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
-    part: tl.constexpr, slots: tl.constexpr,
+    logits, index, stride, vocab_size, classes, mixed, temperature, normal, scores, keys, num_rows, num_key_bits,
+    num_bits, num_groups, width, most, may_end, penalty, padding, done, num_done, is_last, room, next_parents,
+    next_tokens, next_scores, taken, words, num_words, num_ints, num_ended, places, sampled, sampled_stride,
+    per_row: tl.constexpr, lanes: tl.constexpr, at_a_time: tl.constexpr, slots: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """See `KernelStepInGroups`: a program per search.
 
     Args:
-        keys: [L, R, per_row] of the rows of all searches, as if nothing was taken.
-        ending: What each group ranks of what ends; if any, there are two lists.
-        count: Of each group, what may finish at most.
-        order: [searches, 4 * slots + 2 * lanes], room.
+        keys: [L, R, per_row] of the rows of all searches, as if nothing was taken; two lists if anything may end.
+        most: Of each group, continuations that go on at most.
+        num_ended: Of all groups of a search, what may finish at most.
+        room: [searches, `ROOM` * slots + 2 * lanes].
         taken: [searches, b], room for the tokens that beams take.
     """
-    search, rank, slot = tl.program_id(0).to(tl.int64), tl.arange(0, 2 * slots), tl.arange(0, slots)
-    num_beams, first_row = num_groups * width, search * num_rows
-    num_ended = num_groups * count
-    order, words, taken = (
-        order + search * (4 * slots + 2 * lanes),
-        words + search * num_words,
-        taken + search * num_beams,
-    )
-    num_lists, from_list_to_list = tl.where(ending > 0, 2, 1), tl.num_programs(0) * num_rows * per_row
-    penalised = order + 4 * slots
+    search, slot, num_beams = tl.program_id(0).to(tl.int64), tl.arange(0, slots), num_groups * width
+    first_row, by_slot, of_group = search * num_rows, search * num_beams, num_ended // num_groups
+    order = room + search * (ROOM * slots + 2 * lanes)
+    words, taken, penalised = words + search * num_words, taken + by_slot, order + ROOM * slots
+    num_lists, from_list_to_list = tl.where(may_end, 2, 1), tl.num_programs(0) * num_rows * per_row
     rows_of_group = tl.minimum(num_rows, width)
     for number in range(num_groups):
-        first = number * width
-        row = first_row + tl.where(num_rows > 1, first, 0)
+        first, at_end = number * width, number * of_group
+        row, ended = first_row + tl.where(num_rows > 1, first, 0), words + 2 * num_beams + at_end
         is_done = is_among_in_kernel(number, done, num_done).to(tl.int32)
         less_penalties_in_kernel(
             keys + row * per_row, penalised, num_lists, from_list_to_list, rows_of_group * per_row, logits, index + row,
             stride, vocab_size, classes, temperature, normal + 2 * row, scores + row, taken, first, penalty, is_done,
-            lanes, part,
+            lanes, at_a_time,
         )  # fmt: skip
-        key = first_of_lists_in_kernel(
-            penalised, lanes, per_row, rows_of_group, width, ending, num_bits, order, per_row, lanes, part, slots
+        in_order_in_kernel(
+            penalised, lanes, per_row, rows_of_group, most, tl.where(may_end, width, 0), num_key_bits, vocab_size,
+            order, per_row, lanes, at_a_time, slots,
         )  # fmt: skip
-        parent, token, ended_with, _, own_parent, own_token, own_score = decide_in_kernel(
-            key, order + 2 * slots, rows_of_group, vocab_size, classes, width, width, HF, is_last, slots
+        decide_in_kernel(
+            order + 2 * slots, order + 3 * slots, slots, num_bits, vocab_size, rows_of_group, width, most, may_end, HF,
+            is_last, order + 4 * slots, order + 5 * slots, None, None, None, None, None, first,
+            next_parents + by_slot + first, next_tokens + by_slot + first, next_scores + by_slot + first, words + first,
+            num_ints, num_beams, places + first_row + first, num_rows - first, sampled, sampled_stride, ended,
+            of_group, num_ended, words + num_ints + num_beams + at_end, part,
         )  # fmt: skip
-        at, is_ranked, is_slot = number * count + rank, rank < count, slot < width
-        write_ended_in_kernel(words, num_ints, num_beams, num_ended, at, parent + first, token, ended_with, is_ranked)
-        own, own_parent = first + slot, own_parent + first
-        by_slot = search * num_beams + own
-        tl.store(next_parents + by_slot, own_parent, mask=is_slot)
-        tl.store(next_tokens + by_slot, own_token, mask=is_slot)
-        tl.store(next_scores + by_slot, own_score, mask=is_slot)
-        write_beams_in_kernel(words, num_ints, num_beams, own, own_parent, own_token, own_score, is_slot)
-        takes = tl.where(own_score > float("-inf"), own_token, NO_TOKEN)
-        tl.store(taken + own, tl.where(is_done != 0, padding, takes), mask=is_slot)
-        is_placed = is_slot & (own < num_rows)
-        in_batch = tl.load(places + first_row + own, mask=is_placed, other=0)
-        tl.store(sampled + in_batch * sampled_stride, own_token, mask=is_placed)
+        tl.debug_barrier()
+        own = by_slot + first + slot
+        token = tl.load(next_tokens + own, mask=slot < width, other=0)
+        has_beam = tl.load(next_scores + own, mask=slot < width, other=0) > float("-inf")
+        takes = tl.where(is_done != 0, padding, tl.where(has_beam, token, NO_TOKEN))
+        tl.store(taken + first + slot, takes, mask=slot < width)
         tl.debug_barrier()
 
 

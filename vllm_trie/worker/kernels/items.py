@@ -1,126 +1,121 @@
-"""A step along a catalog, in three launches; `search.strategies.best_continuations` has it in torch.
+"""The best continuations along a catalog; `search.strategies.best_continuations` has it in torch.
 
-Rows have few continuations there: the children of a node. One program per row looks at the logits of these alone.
+Rows have few continuations there: the children of a node. Kernels look at the logits of these alone. What goes on, as
+it has children itself, and what may finish are two lists, which the same launches rank. Of few beams one program per
+row finds the best children, in one launch. Of many, or of nodes with many children, the best K tiles of all rows'
+children hold the best K, as in `wide_keys`: two launches, and two of `torch.topk`.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from bisect import bisect_left
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
-from vllm_trie.search.filters import NO_PRUNING
+from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
-from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
-from vllm_trie.worker.kernels.best import (
-    SEMANTICS,
-    into_slots_in_kernel,
-    kernel_sizes_to_select,
-    kernel_slots_of,
-    kernel_slots_up_to,
-    warps_to_select,
-)
+from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes
 from vllm_trie.worker.kernels.order_keys import (
-    KEY_UNIT,
     LAST_KEY,
-    NUM_SCORE_BITS,
+    PLACE_BITS,
+    SCORE_BITS,
     cutoff_in_kernel,
-    first_keys_in_kernel,
     keep_keys_in_kernel,
-    key_score_in_kernel,
     order_key_in_kernel,
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     BLOCK,
     MOST_PER_ROW,
-    KernelLogits,
-    can_filter_in_kernels,
-    kernel_log_min_p,
-    launch_tile_maxima,
+    KernelKeys,
+    KernelRanking,
+    KernelTiles,
     logprobs_in_kernel,
     normalise_in_kernel,
 )
+from vllm_trie.worker.kernels.wide_keys import (
+    KEYS_AT_A_TIME,
+    LEAST,
+    OF_ROW,
+    SCORE,
+    WARPS_TO_SPLIT,
+    kernel_keys_in_order,
+    parts_in_kernel,
+    split_kernel_keys,
+)
 from vllm_trie.worker.launches import cdiv, next_power_of_2
 
-ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
+KEPT = tl.constexpr(MOST_PER_ROW)  # keys of a row for which there is room
+NUM_BITS = SCORE_BITS + PLACE_BITS  # of an order key
+CHILDREN_AT_A_TIME = 256  # of many, that a program looks at
 WARPS_TO_RANK = 4
 
 
-def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
-    """Whether a step by these rules is taken here; `wide_catalog` takes those of more beams, or children."""
-    return kernels_take_items_alone(rules) and rules.width <= SLOTS[-1] and sizes.most_children <= CHILDREN[-1]
-
-
 def kernels_take_items_alone(rules: SearchRules) -> bool:
-    """Whether beams go along a catalog, each one item, and kernels know what else is asked."""
+    """Whether beams go along a catalog, each one item, and nothing else bounds or reports what rows take."""
     items = rules.items
-    if items is None or rules.constraints != (items,) or not items.is_plain:
-        return False
-    return (
-        rules.strategy in SEMANTICS
-        and (rules.pruning, rules.num_logprobs) == (NO_PRUNING, None)
-        and can_filter_in_kernels(rules.filters)
-        and (not rules.stops.strings or rules.stops.are_barred)
-    )
+    return items is not None and items.is_plain and (rules.constraints, rules.num_logprobs) == ((items,), None)
 
 
-class KernelStepAlongItems(TakeStep):
-    """Takes a step by such rules."""
+def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
+    """Ranks the best `count` children of each row."""
+    children = CHILDREN[bisect_left(CHILDREN, sizes.most_children)]
+    compiled = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), children)
 
-    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
-        self._width, self._temperature = rules.width, rules.filters.temperature
-        self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
-        self._num_words = layout.num_words
-        count = layout.num_finished
-        self._children = next(children for children in CHILDREN if children >= sizes.most_children)
-        self._how_to_rank = sizes.num_rows, count, kernel_log_min_p(rules.filters)
-        self._sizes_to_rank = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), self._children)
-        num_bits = NUM_SCORE_BITS + (sizes.num_rows * self._children).bit_length()
-        self._how_to_select, self._may_end = (sizes.num_rows, count, num_bits), not rules.stops.are_barred
-        self._slots = kernel_slots_of(self._width)
-        self._sizes = kernel_sizes_to_select(self._slots, self._slots)
-        self._num_warps = warps_to_select(2 * self._sizes["lanes"])
-
-    def __call__(
-        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
-    ) -> PackedSearchStep:
-        """See `TakeStep`."""
-        logits = logits._replace(temperature=self._temperature)
-        (num_groups, num_rows), device = beams.scores.shape, places.device
-        ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
-        scores, states, trie = beams.scores.contiguous(), states.contiguous(), along.trie
-        tiles = launch_tile_maxima(logits)
-        keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
-        normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
-        nodes = states, trie.first_child, trie.tokens
-        _rank_items_kernel[num_groups * num_rows,](
-            *logits.arguments, *tiles[3:], scores, *self._how_to_rank, *nodes, keys, normal,
-            **self._sizes_to_rank, num_warps=WARPS_TO_RANK,
+    def launch(tiles: KernelTiles, scores: torch.Tensor, *nodes: torch.Tensor) -> KernelKeys:
+        keys = torch.empty(2, scores.numel(), KEPT.value, dtype=torch.int64, device=scores.device)
+        normal = torch.empty(scores.numel(), 2, dtype=torch.float32, device=scores.device)
+        _rank_items_kernel[scores.numel(),](
+            *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, keys, normal,
+            **compiled, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
-        words = torch.empty(num_groups, self._num_words, dtype=torch.int32, device=device)
-        order = torch.empty(num_groups, 2, 2, self._slots, dtype=torch.int64, device=device)
-        parents, tokens, targets = torch.empty(3, num_groups, self._width, dtype=torch.int64, device=device)
-        next_scores = torch.empty(num_groups, self._width, dtype=torch.float32, device=device)
-        _select_items_kernel[num_groups,](
-            keys, *self._how_to_select, *nodes, trie.is_item.view(torch.int8), self._width, order, parents, tokens,
-            next_scores, targets, words, places, sampled, sampled.stride(0), self._may_end, self._children,
-            **self._sizes, num_warps=self._num_warps,
+        return KernelKeys(keys, normal)
+
+    return KernelRanking(launch, children, KEPT.value)
+
+
+def kernel_places_for_items(sizes: KernelStepSizes) -> int:
+    """Places for the children of a row's node, where they are ranked by tiles."""
+    return cdiv(sizes.most_children, TILE) * TILE
+
+
+def rank_items_of_many_by_kernels(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
+    """Ranks the best `count` children of each group."""
+    num_places, compiled = kernel_places_for_items(sizes), kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK))
+
+    def launch(tiles: KernelTiles, scores: torch.Tensor, *nodes: torch.Tensor) -> KernelKeys:
+        (num_groups, num_rows), num_lists = scores.shape, 2 * len(scores)
+        of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
+        keys = torch.empty(num_lists, num_rows * num_places // TILE, dtype=torch.int64, device=scores.device)
+        _rank_item_tiles_kernel[scores.numel(),](
+            *tiles.of_logits, *tiles[4:], scores, num_rows, num_places, log_min_p, *nodes, keys, of_rows,
+            **compiled, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
-        return PackedSearchStep(
-            NextSearchBeams(parents, tokens, next_scores, states={along: targets}), words, self._layout
-        )
+        chosen, keys = split_kernel_keys(keys, count, TILE)
+        _rank_items_of_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+            *tiles.of_logits, chosen, chosen.shape[1], of_rows, num_groups, num_rows, num_places, *nodes, keys,
+            tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+        )  # fmt: skip
+        return KernelKeys(kernel_keys_in_order(keys, min(count, keys.shape[1])).view(2, num_groups, -1), of_rows)
+
+    return KernelRanking(launch, num_places)
 
 
 def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]:
     """What `_rank_items_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "children": children}
+
+
+@triton.jit
+def item_keys_in_kernel(node, exists, place, logprob, least, score, first_child):
+    """Order keys of children that have children, and of all."""
+    logprob = tl.where(logprob < least, float("-inf"), logprob)
+    own = tl.where(exists, order_key_in_kernel(logprob + score, place), LAST_KEY)
+    begin = tl.load(first_child + node, mask=exists, other=0)
+    end = tl.load(first_child + node + 1, mask=exists, other=0)
+    return tl.where(begin < end, own, LAST_KEY), own
 
 
 @triton.jit(
@@ -131,95 +126,95 @@ def _rank_items_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
     count, log_min_p, states, first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
-    """The best children of a row's node, and the best of those that have children: a program per row."""
+    """The best of a row's children that have children, and the best of all: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
     normal += 2 * row
     score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
-    parent = tl.load(states + row)
+    values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
     node = tl.load(first_child + parent) + child
-    exists = node < tl.load(first_child + parent + 1)
+    exists, place = node < tl.load(first_child + parent + 1), (row % num_rows) * children + child
     token = tl.load(node_tokens + node, mask=exists, other=0)
-    values = logits + tl.load(index + row) * stride
     logprob = logprobs_in_kernel(values, normal, token, vocab_size, classes, temperature, ALLOWED)
     least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
-    logprob = tl.where(logprob < least, float("-inf"), logprob)
-    own = tl.where(exists, order_key_in_kernel(logprob + score, (row % num_rows) * children + child), LAST_KEY)
-    begin, end = (
-        tl.load(first_child + node, mask=exists, other=0),
-        tl.load(first_child + node + 1, mask=exists, other=0),
-    )
-    going = tl.where(begin < end, own, LAST_KEY)
-    keys += row.to(tl.int64) * 2 * ROOM
-    keep_keys_in_kernel(own, (own < LAST_KEY) & (own <= cutoff_in_kernel(own, count, 62)), keys, 0, ROOM)
-    keep_keys_in_kernel(going, (going < LAST_KEY) & (going <= cutoff_in_kernel(going, count, 62)), keys + ROOM, 0, ROOM)
+    going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
+    num_rows_in_all = tl.num_programs(0).to(tl.int64)
+    last = cutoff_in_kernel(going, count, NUM_BITS)
+    keep_keys_in_kernel(going, (going < LAST_KEY) & (going <= last), keys + row.to(tl.int64) * KEPT, 0, KEPT)
+    last, ending = cutoff_in_kernel(own, count, NUM_BITS), keys + (num_rows_in_all + row) * KEPT
+    keep_keys_in_kernel(own, (own < LAST_KEY) & (own <= last), ending, 0, KEPT)
 
 
-@triton.jit
-def _nodes_in_kernel(key, states, first_child, children):
-    """Where keys lead, and whether they lead anywhere."""
-    exists = key < LAST_KEY
-    place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
-    parent = tl.load(states + place // children)
-    node = tl.load(first_child + parent) + place % children
-    return place // children, tl.where(exists, node, 0), tl.where(exists, key_score_in_kernel(key), float("-inf"))
+def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
+    """What `_rank_item_tiles_kernel` is compiled for."""
+    return {"blocks": next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "count", "num_bits", "width", "sampled_stride", "may_end", "children"],
-    do_not_specialize_on_alignment=["places", "states", "next_tokens", "targets", "sampled"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "num_places"],
+    do_not_specialize_on_alignment=["index", "scores", "states"],
 )
-def _select_items_kernel(
-    keys, num_rows, count, num_bits, states, first_child, node_tokens, is_item, width, order, next_parents, next_tokens,
-    next_scores, targets, words, places, sampled, sampled_stride, may_end, children, per_row: tl.constexpr,
-    lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+def _rank_item_tiles_kernel(
+    logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
+    num_places, log_min_p, states, first_child, node_tokens, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr,
+    part: tl.constexpr,
 ):  # fmt: skip
-    """What is complete among the best finishes, the best that have children go on: a program per group."""
-    group = tl.program_id(0).to(tl.int64)
-    rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 4 * per_row
-    keys, states = keys + group * num_rows * 2 * ROOM, states + group * num_rows
-    words += group * 3 * (width + count)
-    floats = words + 2 * (width + count)
-    key = first_keys_in_kernel(keys, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
-    parent, node, score = _nodes_in_kernel(key, states, first_child, children)
-    ends = (tl.load(is_item + node) != 0) & may_end
-    is_ranked, ended = rank < count, words + 2 * width
-    tl.store(ended + rank, parent, mask=is_ranked)
-    tl.store(ended + count + rank, tl.load(node_tokens + node), mask=is_ranked)
-    ended_with = tl.where(ends, score, float("-inf")).to(tl.int32, bitcast=True)
-    tl.store(floats + width + rank, ended_with, mask=is_ranked)
+    """The keys of the best of each tile of children of a row's node that have children themselves, and of all.
 
-    order += 2 * per_row
-    key = first_keys_in_kernel(keys + ROOM, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
-    parent, node, score = _nodes_in_kernel(key, states, first_child, children)
-    chosen = into_slots_in_kernel(parent, (score > float("-inf")) & is_ranked, slot, width, per_row)
-    is_slot, has_beam = slot < width, chosen < per_row
-    own = tl.load(order + per_row + tl.minimum(chosen, count - 1))
-    own_parent, own_node, own_score = _nodes_in_kernel(own, states, first_child, children)
-    own_parent = tl.where(has_beam, own_parent, tl.minimum(slot, num_rows - 1))
-    own_score = tl.where(has_beam, own_score, float("-inf"))
-    own_token = tl.maximum(tl.load(node_tokens + own_node), 0)  # the root, where there is no beam, has none
-    by_slot = group * width + slot
-    tl.store(next_parents + by_slot, own_parent.to(tl.int64), mask=is_slot)
-    tl.store(next_tokens + by_slot, own_token.to(tl.int64), mask=is_slot)
-    tl.store(next_scores + by_slot, own_score, mask=is_slot)
-    tl.store(targets + by_slot, own_node.to(tl.int64), mask=is_slot)
-    tl.store(words + slot, own_parent, mask=is_slot)
-    tl.store(words + width + slot, own_token, mask=is_slot)
-    tl.store(floats + slot, own_score.to(tl.int32, bitcast=True), mask=is_slot)
-    is_placed = is_slot & (slot < num_rows)
-    row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
-    tl.store(sampled + row * sampled_stride, own_token.to(tl.int64), mask=is_placed)
+    A program per row.
+
+    Args:
+        keys: [2, R, num_places / tile].
+        of_rows: [R, OF_ROW].
+    """
+    row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), num_places // tile
+    of_rows += row * OF_ROW
+    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
+    values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
+    first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
+    least = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
+    if log_min_p > float("-inf"):
+        for start in range(0, num_places, part):
+            node = first + start + tl.arange(0, part)
+            token = tl.load(node_tokens + node, mask=node < end, other=0)
+            logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+            least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
+        least += log_min_p
+    tl.store(of_rows + LEAST, least)
+    tl.store(of_rows + SCORE, score)
+    keys += row * num_tiles
+    for start in range(0, num_places, part):
+        child = start + tl.arange(0, part)
+        exists = (child < num_places) & (first + child < end)
+        token = tl.load(node_tokens + first + child, mask=exists, other=0)
+        logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+        place, at = (row % num_rows) * num_places + child, start // tile + tl.arange(0, part // tile)
+        going, own = item_keys_in_kernel(first + child, exists, place, logprob, least, score, first_child)
+        best = tl.min(tl.reshape(going, [part // tile, tile]), axis=1)
+        tl.store(keys + at, best, mask=at < num_tiles)
+        best = tl.min(tl.reshape(own, [part // tile, tile]), axis=1)
+        tl.store(keys + num_rows_in_all * num_tiles + at, best, mask=at < num_tiles)
 
 
-def warm_up_kernels(serving: KernelVariants) -> None:
-    """Take a step for each number of slots, and of children."""
-    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemConstraint("")
-    for most_children in CHILDREN:
-        trie = ConstraintTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
-        along, row = rules.on({"": trie}, ()), nothing[:1]
-        beams = SearchBeams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
-        for slots in kernel_slots_up_to(serving.most_beams):
-            for logits in serving.logits:
-                of_items = SearchRules(slots, BestStrategy(), constraints=(rules,))
-                take = KernelStepAlongItems(of_items, KernelStepSizes.of(beams, logits.shape[1]))
-                take(KernelLogits.of(logits, row), beams, row, row[None].clone())
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_chosen", "num_groups", "num_rows", "num_places"],
+    do_not_specialize_on_alignment=["index", "states"],
+)
+def _rank_items_of_tiles_kernel(
+    logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
+    num_rows, num_places, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
+    number = tl.program_id(1).to(tl.int64)
+    place_of_best, child, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tile, lanes)
+    place = place_of_best // tile * tile + child
+    row, child = place // num_places, place % num_places
+    of_row = number % num_groups * num_rows + row
+    parent = tl.load(states + of_row)
+    node = tl.load(first_child + parent) + child
+    exists &= node < tl.load(first_child + parent + 1)
+    values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
+    token = tl.load(node_tokens + node, mask=exists, other=0)
+    logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+    least, score = tl.load(of_rows + LEAST), tl.load(of_rows + SCORE)
+    going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
+    tl.store(keys + number * num_chosen * tile + at, tl.where(number < num_groups, going, own), mask=has_room)

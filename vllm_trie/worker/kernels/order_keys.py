@@ -96,32 +96,17 @@ def sort_keys_in_kernel(unordered, rank, to):
 
 
 @triton.jit
-def first_keys_in_kernel(
-    keys, stride, num_rows, count, num_bits, order, per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr
-):  # fmt: skip
-    """The first `count` of a group's keys, in order; `stride`: from row to row; `order`: room for twice as many."""
-    lane, num_lanes, rank = tl.arange(0, lanes), num_rows * per_row, tl.arange(0, per_row)
-    of_rows = tl.load(keys + lane // per_row * stride + lane % per_row, mask=lane < num_lanes, other=LAST_KEY)
-    last, num_kept = cutoff_in_kernel(of_rows, count, num_bits), 0
-    for start in range(0, lanes, part):
-        at = start + tl.arange(0, part)
-        some = tl.load(keys + at // per_row * stride + at % per_row, mask=at < num_lanes, other=LAST_KEY)
-        num_kept = keep_keys_in_kernel(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
-    return sort_keys_in_kernel(tl.load(order + rank), rank, order + per_row)
-
-
-@triton.jit
 def first_of_lists_in_kernel(
     keys, from_list_to_list, stride, num_rows, of_first, of_second, num_bits, order, per_row: tl.constexpr, lanes:
     tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """The first of a group's keys in two lists, merged: [2 * slots] in order.
+    """Put the first of a group's keys in two lists in order.
 
     Args:
         keys: The rows of one list, and so many keys further those of the other one.
         stride: From row to row, of whose keys the first `per_row` count.
         of_first, of_second: How many of each list, `slots` at most; none of the second if there is none.
-        order: Room for four times `slots`; the result lies in it, behind twice as many.
+        order: Room for four times `slots`; the lists lie in it, behind twice as many.
     """
     which, lane, num_of_first = tl.arange(0, 2), tl.arange(0, lanes), num_rows * per_row
     num_of_second = tl.where(of_second > 0, num_of_first, 0)
@@ -139,5 +124,5 @@ def first_of_lists_in_kernel(
             num_kept = keep_keys_in_kernel(
                 some, (some < LAST_KEY) & (some <= own_last), order + number * slots, num_kept, slots
             )
-    rank = tl.arange(0, 2 * slots)
-    return sort_keys_in_kernel(tl.load(order + rank), rank, order + 2 * slots)
+        rank = number * slots + tl.arange(0, slots)
+        sort_keys_in_kernel(tl.load(order + rank), tl.arange(0, slots), order + (2 + number) * slots)

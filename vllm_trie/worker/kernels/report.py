@@ -17,7 +17,6 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
     MOST_TILES,
     NOT_ALLOWED,
-    KernelLogits,
     KernelRowRanking,
     KernelTiles,
     Wanted,
@@ -50,19 +49,18 @@ class KernelReport:
         self._num_written = width + count + self._num_rows
         self._sides = layout.num_ints, width, count, self._num_rows, num_tops
 
-    def __call__(self, logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor) -> None:
+    def __call__(self, tiles: KernelTiles, words: torch.Tensor) -> None:
         """Write them.
 
         Args:
-            logits: Of all rows.
-            tiles: Theirs.
+            tiles: Of all rows.
             words: [G, n] int32, what was decided, see `search.step_result.pack_search_step`.
         """
         num_groups, num_words = words.shape
         nothing = filled_for_search((num_groups, self._num_rows), 0.0, words.device)
-        tops = self._rank_rows(logits, tiles, nothing, self._num_rows)
+        tops = self._rank_rows(tiles, nothing)
         _write_logprobs_kernel[self._num_written, num_groups](
-            *logits.arguments, tops.keys, tops.normal, words, num_words, *self._sides, per_row=self._kept, block=BLOCK,
+            *tiles.of_logits, tops.keys, tops.of_rows, words, num_words, *self._sides, per_row=self._kept, block=BLOCK,
             num_warps=WARPS_TO_REPORT,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ that end: then nobody asks which ones do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import log
 from typing import NamedTuple
@@ -90,6 +91,7 @@ class KernelTiles(NamedTuple):
     Kernels take all of it, or what comes first or last, in this order; the last three normalise rows.
     """
 
+    of_logits: tuple[torch.Tensor | float, ...]  # what kernels take of the logits themselves, see `KernelLogits`
     going: torch.Tensor  # [R, B * TILES] float32, of what goes on
     ending: torch.Tensor  # [R, M * TILES] float32, of what ends, in mixed blocks
     num_mixed: int  # M
@@ -98,11 +100,25 @@ class KernelTiles(NamedTuple):
     num_blocks: int  # B
 
 
-class RowKeys(NamedTuple):
-    """The best continuations of each row, in lists."""
+class KernelKeys(NamedTuple):
+    """The best continuations, in lists: of what goes on, and of what may finish."""
 
-    keys: torch.Tensor  # [L, R, P] int64, order keys as in `search.rank`, in no order, then `NO_KEY`
-    normal: torch.Tensor  # [R, 2] float32, maximum and what the log-sum-exp is more; inf where a row ends
+    keys: torch.Tensor  # [L, R, P] or [L, G, K] int64, of rows or groups; as in `search.rank`, then `NO_KEY`
+    of_rows: torch.Tensor  # [R, 2 or more] float32, maximum and what the log-sum-exp is more; inf where a row ends
+
+
+class KernelRanking(NamedTuple):
+    """How rows are ranked.
+
+    Args:
+        launch: Ranks, from tiles, scores [G, r] and, along a catalog, where rows are in it.
+        num_places: Of each row: tokens, or children that a node may have. A key's place counts them row after row.
+        kept: Keys of each row, in no order; 0: those of a group are in order.
+    """
+
+    launch: Callable[..., KernelKeys]
+    num_places: int
+    kept: int = 0
 
 
 class Wanted(NamedTuple):
@@ -131,9 +147,10 @@ def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
     num_rows, num_blocks, num_mixed = len(logits.which), len(logits.mixed), logits.num_mixed
     floats = partial(torch.empty, dtype=torch.float32, device=logits.which.device)
     of_tiles = floats(num_rows, num_blocks * TILES), floats(num_rows, num_mixed * TILES), num_mixed
-    tiles = KernelTiles(*of_tiles, floats(num_rows, num_blocks), floats(num_rows, num_blocks), num_blocks)
+    of_blocks = floats(num_rows, num_blocks), floats(num_rows, num_blocks), num_blocks
+    tiles = KernelTiles(logits.arguments, *of_tiles, *of_blocks)
     _tile_max_kernel[num_rows, num_blocks](
-        *logits.arguments, *tiles[:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
+        *tiles.of_logits, *tiles[1:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
     )
     return tiles
 
@@ -152,23 +169,21 @@ class KernelRowRanking:
         self._sizes = kernel_sizes_to_rank(next_power_of_2(cdiv(vocab_size, BLOCK)), wanted.kept)
         self._num_warps = warps_to_rank(wanted.kept)
 
-    def __call__(self, logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, num_rows: int) -> RowKeys:
+    def __call__(self, tiles: KernelTiles, scores: torch.Tensor) -> KernelKeys:
         """Rank them.
 
         Args:
-            logits: Of R rows.
-            tiles: Theirs.
-            scores: [R] float32, or of any shape with as many.
-            num_rows: That compete with each other, r; R is a multiple.
+            tiles: Of R rows.
+            scores: [..., r] float32, of as many, of which r compete with each other.
         """
-        num_all_rows, device = len(logits.which), scores.device
+        num_all_rows, device = scores.numel(), scores.device
         keys = torch.empty(self.num_lists, num_all_rows, self.kept, dtype=torch.int64, device=device)
         normal = torch.empty(self.num_lists, num_all_rows, 2, dtype=torch.float32, device=device)
         _rank_rows_kernel[num_all_rows, self.num_lists](
-            *logits.arguments, *tiles, scores, num_rows, *self._how, keys, normal, **self._sizes,
+            *tiles.of_logits, *tiles[1:], scores, scores.shape[-1], *self._how, keys, normal, **self._sizes,
             num_warps=self._num_warps,
         )  # fmt: skip
-        return RowKeys(keys, normal[0])
+        return KernelKeys(keys, normal[0])
 
 
 WARPS_TO_READ = 4

@@ -9,22 +9,21 @@ and what ends are two lists of each group, which the same launches rank.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.filters import SearchFilters
+from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.rank import SCORE_UNIT, TILE
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key_in_kernel
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     GOING,
     TILES,
-    KernelLogits,
+    KernelKeys,
     KernelTiles,
-    kernel_log_min_p,
     logprobs_in_kernel,
     normalise_in_kernel,
 )
@@ -40,11 +39,11 @@ class AmongBest(NamedTuple):
     """What ends is left out unless few tokens of its row are better.
 
     Args:
-        ends: [n] int64, all that ends: each is looked at, so they are few. Empty: nothing is left out.
+        stops: All that ends: each is looked at, so they are few. None: nothing is left out.
         most: Fewer tokens than this are better.
     """
 
-    ends: torch.Tensor
+    stops: StopConstraints
     most: int
 
 
@@ -54,41 +53,42 @@ def kernels_have_keys(num_rows: int, per_row: int) -> bool:
 
 
 def launch_best_of_groups(
-    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, count: int, filters: SearchFilters, among: AmongBest
-) -> torch.Tensor:
+    tiles: KernelTiles, scores: torch.Tensor, *, count: int, log_min_p: float, among: AmongBest
+) -> KernelKeys:
     """The best continuations of all rows of each group together.
 
     Args:
-        logits: Of G groups with r rows each.
-        tiles: Theirs.
+        tiles: Of G groups with r rows each.
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
-        filters: Of those, `can_filter_in_kernels` says which.
+        log_min_p: How far below a row's best they may be.
         among: What ends is left out unless it is.
 
     Returns:
-        [2, G, K] int64, order keys as in `search.rank`, in order: of what goes on, then of what ends.
+        [2, G, K] order keys, in order: of what goes on, then of what ends.
     """
     (num_groups, num_rows), device, num_blocks = scores.shape, scores.device, tiles.num_blocks
+    mixed, vocab_size = tiles.of_logits[5], cast(int, tiles.of_logits[3])
+    ends = among.stops.columns(vocab_size, device)
     num_lists = 2 * num_groups
     keys = torch.empty(num_lists, num_rows * num_blocks, dtype=torch.int64, device=device)
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=device)
     sizes = kernel_sizes_to_rank_blocks(num_blocks)
     _rank_blocks_kernel[scores.numel(),](
-        *logits.arguments, *tiles, scores, num_rows, kernel_log_min_p(filters), among.ends, len(among.ends),
-        among.most, keys, of_rows, **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
+        *tiles.of_logits, *tiles[1:], scores, num_rows, log_min_p, ends, len(ends), among.most, keys, of_rows, **sizes,
+        num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
     chosen, keys = split_kernel_keys(keys, count, TILES)
     _rank_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
-        chosen, chosen.shape[1], *tiles[:3], logits.mixed, of_rows, logits.values.shape[1], num_blocks,
-        num_groups, num_rows, keys, tiles=TILES, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+        chosen, chosen.shape[1], *tiles[1:4], mixed, of_rows, vocab_size, num_blocks, num_groups, num_rows, keys,
+        tiles=TILES, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     chosen, keys = split_kernel_keys(keys, count, TILE)
     _rank_tokens_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
-        *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_groups, num_rows, keys, tile=TILE,
+        *tiles.of_logits, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_groups, num_rows, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
-    return kernel_keys_in_order(keys, count).view(2, num_groups, count)
+    return KernelKeys(kernel_keys_in_order(keys, count).view(2, num_groups, count), of_rows)
 
 
 def split_kernel_keys(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:

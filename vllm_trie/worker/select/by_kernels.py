@@ -10,23 +10,17 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
-from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, best, in_groups, items, wide, wide_catalog
+from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
 
 NO_VALUES = torch.empty(0, 0)  # a plan keeps none of a step's logits
-KINDS = (
-    (best, best.KernelBestStep),
-    (items, items.KernelStepAlongItems),
-    (in_groups, in_groups.KernelStepInGroups),
-    (wide, wide.KernelWideStep),
-    (wide_catalog, wide_catalog.KernelWideStepAlongItems),
-)
 
 
 def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
-    return next((kind(rules, sizes) for module, kind in KINDS if module.can_take_by_kernels(rules, sizes)), None)
+    kinds = (step, step.KernelStep), (in_groups, in_groups.KernelStepInGroups)
+    return next((kind(rules, sizes) for module, kind in kinds if module.can_take_by_kernels(rules, sizes)), None)
 
 
 def planned_selection(

@@ -38,8 +38,8 @@ def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, ke
         kept: Keys that there is room for; a power of two, `kept_by_draft_kernels(count)` or more.
     """
     logits = KernelLogits.of(values, which)
-    zeros = filled_for_search((len(which),), 0.0, values.device)
-    return KernelRowRanking(Wanted(count, kept), values.shape[1])(logits, launch_tile_maxima(logits), zeros, 1).keys[0]
+    zeros = filled_for_search((len(which), 1), 0.0, values.device)
+    return KernelRowRanking(Wanted(count, kept), values.shape[1])(launch_tile_maxima(logits), zeros).keys[0]
 
 
 def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from vllm_trie.speculation.worker.forest_growth import (
 )
 from vllm_trie.speculation.worker.kernels import drafts
 from vllm_trie.worker.kernels import SLOTS, KernelVariants
-from vllm_trie.worker.kernels.best import KEYS_AT_A_TIME, warps_to_select
+from vllm_trie.worker.kernels.decide import KEYS_AT_A_TIME, warps_to_select
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,

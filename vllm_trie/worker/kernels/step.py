@@ -1,0 +1,155 @@
+"""A step of beam search by kernels: rows are ranked, then groups decide, and report log-probabilities.
+
+It has three launches where groups have few beams: the best continuations of each row are kept, which pays for few.
+Where they have many, five or six, and two or three of `torch.topk`, rank the continuations of a group together. Two
+launches more report. `search.step` and `search.strategies.best` have this in torch, for whatever else rules ask, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import torch
+
+from vllm_trie.search.beams import STATELESS, SearchBeams, States
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
+from vllm_trie.search.constraints.stops import StopConstraints
+from vllm_trie.search.filters import NO_PRUNING
+from vllm_trie.search.rank import TILE
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import PackedSearchStep
+from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
+from vllm_trie.worker.kernels.decide import SEMANTICS, KernelDecision, kernel_slots_of, kernel_slots_up_to
+from vllm_trie.worker.kernels.items import (
+    kernel_places_for_items,
+    kernels_take_items_alone,
+    rank_items_of_few_by_kernel,
+    rank_items_of_many_by_kernels,
+)
+from vllm_trie.worker.kernels.report import REPORTED, KernelReport, can_report_by_kernels
+from vllm_trie.worker.kernels.tiles import (
+    BLOCK,
+    BOTH,
+    MOST_TILES,
+    KernelLogits,
+    KernelRanking,
+    KernelRowRanking,
+    Wanted,
+    can_filter_in_kernels,
+    kernel_log_min_p,
+    launch_tile_maxima,
+)
+from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, launch_best_of_groups
+
+MOST_BLOCKS = 128  # of a row, that kernels are compiled for which rank many beams
+MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses of many: it is counted what is better in each row
+VLLM = BestStrategy("vllm")
+
+
+def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
+    """Whether a step by these rules is taken here; else torch takes it."""
+    stops, vocab_size = rules.stops, sizes.vocab_size
+    if not (
+        rules.strategy in SEMANTICS
+        and rules.pruning == NO_PRUNING
+        and can_filter_in_kernels(rules.filters)
+        and (not stops.strings or stops.are_barred)
+        and (rules.num_logprobs is None or can_report_by_kernels(rules.num_logprobs, vocab_size))
+    ):
+        return False
+    is_few = beams_are_few_for_kernels(rules, sizes)
+    if rules.are_sparse:
+        return kernels_take_items_alone(rules) and (
+            is_few or kernels_have_keys(rules.width, kernel_places_for_items(sizes))
+        )
+    return rules.constraints == () and (
+        is_few
+        or (
+            (rules.strategy != VLLM or len(stops.ending_token_ids) <= MOST_ENDS)
+            and vocab_size <= MOST_BLOCKS * BLOCK
+            and kernels_have_keys(rules.width, vocab_size)
+        )
+    )
+
+
+def beams_are_few_for_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
+    """Whether each row of a group is ranked by itself."""
+    is_small = sizes.vocab_size <= MOST_TILES * TILE if not rules.are_sparse else sizes.most_children <= CHILDREN[-1]
+    return is_small and rules.width <= SLOTS[-1]
+
+
+class KernelStep(TakeStep):
+    """Takes a step by such rules."""
+
+    def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
+        layout, is_few = rules.layout(sizes.num_rows, sizes.vocab_size), beams_are_few_for_kernels(rules, sizes)
+        ranking = _kernel_ranking(rules, sizes, is_few, rules.num_beams or rules.width)
+        self._rank, self._decide = ranking.launch, KernelDecision(rules, sizes.num_rows, layout, ranking)
+        self._report = None if layout.top_shape is None else KernelReport(layout, sizes.vocab_size)
+        self._temperature, self._is_along = rules.filters.temperature, rules.are_sparse
+
+    def __call__(
+        self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> PackedSearchStep:
+        """See `TakeStep`."""
+        tiles = launch_tile_maxima(logits._replace(temperature=self._temperature))
+        scores = beams.scores.contiguous()
+        if self._is_along:
+            ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
+            nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
+            keys = self._rank(tiles, scores, *nodes).keys
+            return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
+        taken = self._decide(self._rank(tiles, scores).keys, places, sampled)
+        if self._report is not None:
+            self._report(tiles, taken.words)
+        return taken
+
+
+def _kernel_ranking(rules: SearchRules, sizes: KernelStepSizes, is_few: bool, most: int) -> KernelRanking:
+    """How rows are ranked, of which so many continuations go on at most."""
+    (num_rows, vocab_size, _), log_min_p = sizes, kernel_log_min_p(rules.filters)
+    if rules.are_sparse:
+        rank_items = rank_items_of_few_by_kernel if is_few else rank_items_of_many_by_kernels
+        return rank_items(sizes, most, log_min_p)
+    if is_few:
+        wanted = wanted_by_kernels(rules)
+        return KernelRanking(KernelRowRanking(wanted, vocab_size), vocab_size, wanted.kept)
+    ends = rules.stops if rules.strategy == VLLM else StopConstraints()
+    count = min(rules.width, num_rows * vocab_size)
+    among = AmongBest(ends, 2 * rules.width)
+    return KernelRanking(partial(launch_best_of_groups, count=count, log_min_p=log_min_p, among=among), vocab_size)
+
+
+def wanted_by_kernels(rules: SearchRules) -> Wanted:
+    """Of each row of few beams as many as may go on, and as may finish."""
+    slots, lists = kernel_slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
+    if rules.strategy == VLLM:
+        return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
+    return Wanted(rules.width, slots, rules.filters, lists)
+
+
+def warm_up_kernels(serving: KernelVariants) -> None:
+    """Take a step of few beams for each number of slots, of children and of log-probabilities; and steps of many."""
+    nothing = torch.zeros(2, dtype=torch.int64, device=serving.device)
+    row, items = nothing[:1], ItemConstraint("")
+    for logits in serving.logits:
+        for rules in _kernel_variants(serving.most_beams):
+            for most_children in CHILDREN if rules.constraints else (0,):
+                trie = ConstraintTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
+                along: States = {items.on({"": trie}, ()): row[None]} if rules.constraints else STATELESS
+                beams = SearchBeams(torch.zeros(1, 1, device=serving.device), states=along)
+                if can_take_by_kernels(rules, sizes := KernelStepSizes.of(beams, logits.shape[1])):
+                    KernelStep(rules, sizes)(KernelLogits.of(logits, row), beams, row, row[None].clone())
+
+
+def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
+    """Rules of few and of many beams, of which a row's best are kept once or twice as many; and that report."""
+    for width in (*kernel_slots_up_to(most_beams), SLOTS[-1] + 1):
+        yield SearchRules(width, BestStrategy(), StopConstraints((0,)))
+        yield SearchRules(width, VLLM, StopConstraints((0,)))
+        yield SearchRules(width, BestStrategy(), constraints=(ItemConstraint(""),))
+    for num_logprobs in REPORTED:
+        yield SearchRules(SLOTS[0], BestStrategy(), num_logprobs=num_logprobs)
