@@ -119,15 +119,15 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         Args:
             count: As many as may finish, or more.
         """
+        best = SearchCandidates(*(field[:, :count] for field in candidates))
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
-            best = SearchCandidates(*(field[:, :count] for field in candidates))
             return search_candidates_ended(rules, best, stops[:, :count])
         # or before the b-th that goes on; source: the trie paper's published code
         may_end = (~stops).cumsum(dim=1) + stops.int() <= (rules.num_beams or rules.width)
         if len(rules.stops.ending_token_ids) > 1 or rules.stops.strings:  # a pool has no use for more than b that stop
             may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
             return first_search_candidates(search_candidates_ended(rules, candidates, stops, may_end), may_end, count)
-        return search_candidates_ended(rules, candidates, stops, may_end)
+        return search_candidates_ended(rules, best, stops[:, :count], may_end[:, :count])
 
     def _ranked(
         self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, count: int
