@@ -30,7 +30,7 @@ from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy  # noqa:
 from vllm_trie.worker.kernels import KernelStepSizes  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
-from vllm_trie.worker.kv.reorder import KVReorder, kv_rows_of_groups, reorder_kv_rows  # noqa: E402
+from vllm_trie.worker.kv.kv_moves import KVFork, fork_kv, kv_rows_of_groups  # noqa: E402
 from vllm_trie.worker.rows.catalogs import RowCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.rows.rows import Rows  # noqa: E402
@@ -298,8 +298,7 @@ class DeviceStep:
             else:
                 inputs = SearchInputs(select_next=slots_kernel.launch_select_next)
                 step, words, _ = take_packed_search_step(self.rules, logits, beams, inputs)
-            moved = KVReorder(rows, step.parents.flatten(), host)
-            reorder_kv_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
+            fork_kv(KVFork(rows, step.parents.flatten(), host), self.tokens, self.rows.kv)
             return words
 
         return run

@@ -34,9 +34,9 @@ KERNELS += (
     "worker/kernels/controls_kernels",
     "worker/select/step_graphs",
     "worker/rows/sub_batch",
-    "worker/kv/kv_slots",
+    "worker/kv/kv_caches",
 )
-KERNELS += ("worker/kv/reorder", "speculation/worker/forest_growth")
+KERNELS += ("worker/kv/kv_moves", "speculation/worker/forest_growth")
 PARITY = ("tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 
 

@@ -22,9 +22,15 @@ from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, slots
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.kv import copies, reorder
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
+from vllm_trie.worker.kv import copies
+from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
+from vllm_trie.worker.kv.kv_moves import (
+    KVFork,
+    copy_kv_histories,
+    kv_moves_of_tails,
+    kv_rows_of_groups,
+    move_kv_by_torch,
+)
 from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 BLOCK_SIZE = 16
@@ -89,10 +95,9 @@ class Inputs:
         self.tokens[:, :NUM_PROMPT] = 0  # the same in all rows of a group
         table = torch.randint(0, num_rows, (num_rows, num_columns), dtype=torch.int32, **on)
         table[:, -1] = torch.randperm(num_rows, **on)  # tails are the rows' own
-        self.tables = Tables([table], [BLOCK_SIZE])
         block = (2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
         caches = [torch.randn(num_rows, *block, dtype=torch.bfloat16, **on) for _ in range(num_layers)]
-        self.caches, self.kv_blocks = caches, KVBlocks(caches, num_rows)
+        self.caches, self.kv = caches, KVCaches(caches, num_rows, tables=[KVTable(table, BLOCK_SIZE)])
 
         self.places = torch.arange(num_rows, device=device)
         self.sampled = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
@@ -104,12 +109,13 @@ class Inputs:
         self.lives = self.candidates.tokens != STOP_TOKEN_ID
         self.rows = self._reordered(self.select_by_torch().parents)
         self.moving = self.rows.moving()
+        self.tails = kv_moves_of_tails(self.moving, self.kv)
 
-    def _reordered(self, parents: torch.Tensor) -> KVReorder:
+    def _reordered(self, parents: torch.Tensor) -> KVFork:
         shape = self.shape
         slots = np.random.default_rng(0).permutation(shape.num_rows).reshape(shape.num_groups, shape.width)
         rows = kv_rows_of_groups([slots], [[NUM_PROMPT] * shape.num_groups])
-        return KVReorder.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
+        return KVFork.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
 
     def rank(self) -> SearchCandidates[torch.Tensor]:
         return rank_search_candidates(search_log_probabilities(self.logits), self.scores, 2 * self.shape.width)
@@ -121,11 +127,11 @@ class Inputs:
         return choose_next_search_beams(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def reorder_by_kernel(self) -> None:
-        copies.launch_kv_reorder(self.rows, self.tokens, self.tables, self.kv_blocks.segments)
+        copies.launch_kv_fork(self.rows, self.tokens, self.kv)
 
     def reorder_by_torch(self) -> None:
-        reorder.copy_kv_histories(self.moving, self.tokens, self.tables)
-        reorder.copy_kv_tails(self.moving, self.tables, self.kv_blocks)
+        copy_kv_histories(self.moving, self.tokens, self.kv)
+        move_kv_by_torch(self.tails, self.kv)
 
     def take_by_kernels(self) -> PackedSearchStep:
         """A step, as the runner takes it."""
@@ -147,7 +153,7 @@ def check(inputs: Inputs) -> None:
     assert all(map(torch.equal, by_kernel, by_torch)), "other beams are selected than in torch"
     taken = inputs.take_by_kernels().going.scores
     assert torch.allclose(taken, inputs.take_by_torch(), rtol=1e-5), "steps have other scores than in torch"
-    state = (inputs.tokens, *inputs.tables.tables, *inputs.caches)
+    state = (inputs.tokens, inputs.kv.tables[0].blocks, *inputs.caches)
     before = [part.clone() for part in state]
     inputs.reorder_by_kernel()
     after = [part.clone() for part in state]

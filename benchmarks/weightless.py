@@ -33,8 +33,7 @@ from vllm_trie.search.constraints.catalog import ConstraintTrie
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.stop_strings import SearchStopStrings
 from vllm_trie.worker import launches
-from vllm_trie.worker.kv.kv_blocks import Segments
-from vllm_trie.worker.kv.reorder import Tables
+from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
@@ -263,10 +262,8 @@ class WeightlessStep:
         for group in self.groups.values():
             states = {key: nowhere(1, width) for key in self.selector.row_beams.begin(rules, None)}
             group.beams = group.beams._replace(states=states)
-        tables = [nowhere(self.num_slots, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
-        rows.tables = Tables(tables, [*BLOCK_SIZES])
-        segments = Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 2, 1, 8)
-        rows.kv_blocks = SimpleNamespace(segments=segments)
+        tables = [KVTable(nowhere(self.num_slots, LENGTH // n, dtype=torch.int32), n) for n in BLOCK_SIZES]
+        rows.kv = KVCaches([nowhere(9, 4)], 9, tables=tables)
 
     def batch(self, num_tokens: np.ndarray) -> InputBatch:
         """All rows; by group, `num_tokens` [G] in each."""

@@ -25,8 +25,7 @@ from vllm_trie.speculation.worker.forest_growth import NO_NODE, grown_forests_on
 from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.speculation.worker.verify import verify_forests
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.kv.kv_caches import ByToken, KVCaches
 from vllm_trie.worker.rows.group_rows import BatchRows
 from vllm_trie.worker.step_context import RunnerStepContext
 
@@ -48,9 +47,9 @@ class WeightlessForest(WeightlessStep):
         super().__init__(rules, num_groups, vocab_size)
         self.depth, self.vocab_size = depth, vocab_size
         runner, states = self.runner, self.runner.req_states
-        tables = self.selector.rows.tables.tables
+        tables = self.selector.rows.kv.tables
         runner.block_tables = SimpleNamespace(
-            block_tables=[SimpleNamespace(gpu=table) for table in tables],
+            block_tables=[SimpleNamespace(gpu=table.blocks) for table in tables],
             block_sizes=[*BLOCK_SIZES],
             num_blocks=SimpleNamespace(np=np.zeros((len(tables), self.num_slots), np.int32)),
             apply_staged_writes=lambda: None,
@@ -66,10 +65,9 @@ class WeightlessForest(WeightlessStep):
         )
         assert isinstance(runner.speculator, DraftModelSpeculator)
         cache = nowhere(NUM_BLOCKS, HEADS, BLOCK_SIZES[0], 2 * HEAD_SIZE, dtype=torch.bfloat16)
-        caches = [cache] * num_layers
-        self.selector.rows.kv_blocks = KVBlocks(caches, NUM_BLOCKS)
         by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
-        self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
+        of_groups = [[by_token] * num_layers for _ in tables]
+        self.selector.rows.kv = KVCaches([cache] * num_layers, NUM_BLOCKS, of_groups, tables)
         self.tree_rows = DraftTreeRows(runner, self.selector.rows)
         self.drafter = ModelDrafter(runner, self.selector, self.tree_rows, None)
         for group in self.groups.values():

@@ -93,7 +93,7 @@ def _other_tokens(*args: Any, take: Any = step.KernelStep.__call__) -> Any:
     ("module", "name", "wrong", "says"),
     [
         (step.KernelStep, "__call__", _other_tokens, "beams"),
-        (copies, "launch_kv_reorder", lambda *_: None, "reordered"),
+        (copies, "launch_kv_fork", lambda *_: None, "reordered"),
     ],
 )
 def test_a_step_that_differs_fails_and_the_others_go_on(
@@ -182,7 +182,7 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and it answers no more: there is none
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(copies, "launch_kv_reorder", lose)
+    monkeypatch.setattr(copies, "launch_kv_fork", lose)
     code, out = checked(capsys, "--only", "steps", "trees")
     assert code == 1
     assert "steps | 0 | 1 | 1" in out

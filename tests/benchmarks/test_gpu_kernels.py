@@ -27,7 +27,7 @@ def test_check_passes_where_kernels_and_references_agree(monkeypatch: pytest.Mon
 
 def test_check_fails_where_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(SHAPE, DEVICE, seed=1)
-    monkeypatch.setattr(copies, "launch_kv_reorder", lambda *_: None)
+    monkeypatch.setattr(copies, "launch_kv_fork", lambda *_: None)
     with pytest.raises(AssertionError, match="reordered"):
         check(inputs)
 

@@ -39,7 +39,7 @@ HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
 INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
 TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS, "num_tables": INT}
-SEGMENTS = {"pointers": "*u64", "strides": LONGS, "words": LONGS} | dict.fromkeys(
+SEGMENTS = {"pointers": "*u64", "of_block": LONGS, "words": LONGS} | dict.fromkeys(
     ["num_workers", "num_pieces", "num_tiles"], INT
 )
 OF_BATCH = "seq_lens", "expanded_local_pos", "input_ids"  # what of it is int32
@@ -264,7 +264,7 @@ CASES: list[tuple[Any, ...]] = [
         (
             copies._hold_kv_tokens_kernel,
             {"moves": LONGS, "held": LONGS, "pointers": "*u64", "token_words": INT, "num_workers": INT}
-            | dict.fromkeys(["of_block", "of_place", "words", "offsets"], LONGS),
+            | dict.fromkeys(["of_block", "of_token", "words", "offsets"], LONGS),
             {"word": tl.int64, "is_read": is_read, "tile_size": copies.TOKEN_TILE},
             4,
         )

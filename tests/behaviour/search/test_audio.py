@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
@@ -169,17 +169,17 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded
 def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, kv_blocks = engine.scheduler.kv_cache_manager, engine.runner.rows.kv_blocks
+    manager, kv = engine.scheduler.kv_cache_manager, engine.runner.rows.kv
     announced, copied, seen = [], set(), dict[str, list[int]]()
-    announce, copy = manager.announce, kv_blocks.copy_to_others
+    announce, copy = manager.announce, kv.copy_blocks
 
     def announcing(*args: Any) -> int:
         announced.append(announce(*args))
         return announced[-1]
 
-    def copying(sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        copied.update(sources.tolist() + destinations.tolist())
-        copy(sources, destinations)
+    def copying(pairs: np.ndarray) -> None:
+        copied.update(pairs.ravel().tolist())
+        copy(pairs)
 
     def look(step: int) -> None:
         for group_id, trie in encoder_blocks(engine).items():
@@ -190,7 +190,7 @@ def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
             assert seen.setdefault(group_id, blocks) == blocks, "they were allocated again"
 
     monkeypatch.setattr(manager, "announce", announcing)
-    monkeypatch.setattr(kv_blocks, "copy_to_others", copying)
+    monkeypatch.setattr(kv, "copy_blocks", copying)
     run(engine, searches(4, 5, ignore_eos=True), look)
     assert announced == [4 + ENCODER_BLOCKS, 5 + ENCODER_BLOCKS]  # a tail for each row
     assert len(seen) == 2

@@ -138,7 +138,7 @@ def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list,
 def test_without_the_tail_copy_the_beams_are_wrong(
     engines: Engines, usual: tuple[list, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_trie.worker.kv.kv_blocks.KVBlocks.copy_to_others", lambda *_: None)
+    monkeypatch.setattr("vllm_trie.worker.kv.kv_caches.KVCaches.copy_blocks", lambda *_: None)
     wrong, _ = run_cases(engines(TRAINED_TARGET), CASES, PROMPTS)
     differing = [
         case

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -15,7 +16,7 @@ from tests.support.disturb import preempt_all
 from tests.support.engine import Engines
 from tests.support.running import MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.worker.kv import reorder
+from vllm_trie.worker.kv import kv_moves
 
 pytestmark = pytest.mark.slow
 
@@ -80,21 +81,21 @@ def test_forks_copy_of_attentions_large_blocks_what_rows_do_not_have_in_common(
     engine = engines(random_model("granite4"), enable_prefix_caching=False)
     params, copied = beam_params(4, n=4, max_tokens=40, ignore_eos=True), list[list[int]]()
     (expected,) = engine.generate([prompt_of(20)], params)
-    monkeypatch.setattr(reorder, "LARGE_BLOCK", 64)  # as large as those of so small a model
-    slots, sizes = engine.runner.rows.kv_slots, engine.runner.block_tables.block_sizes
-    copy_parts = slots.copy_parts
+    monkeypatch.setattr(kv_moves, "LARGE_BLOCK", 64)  # as large as those of so small a model
+    kv, sizes = engine.runner.rows.kv, engine.runner.block_tables.block_sizes
+    copy_parts = kv.copy_parts
 
-    def counted(number: int, sources: torch.Tensor, destinations: torch.Tensor, parts: torch.Tensor) -> None:
-        assert (parts < sizes[number]).all()
-        copied.extend(parts.T.tolist())
-        copy_parts(number, sources, destinations, parts)
+    def counted(number: int, pairs: np.ndarray, tokens: np.ndarray) -> None:
+        assert (tokens < sizes[number]).all()
+        copied.extend(tokens.tolist())
+        copy_parts(number, pairs, tokens)
 
-    monkeypatch.setattr(slots, "copy_parts", counted)
+    monkeypatch.setattr(kv, "copy_parts", counted)
     (found,) = engine.generate([prompt_of(20)], params)
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
     assert copied
     assert {first for first, _ in copied} == {20}, "the prompt is in every row's block"
     assert {end for _, end in copied} <= {*range(21, 59)}, "nobody goes on after the last step"
-    monkeypatch.setattr(slots, "copy_parts", lambda *_: None)
+    monkeypatch.setattr(kv, "copy_parts", lambda *_: None)
     (found,) = engine.generate([prompt_of(20)], params)
     assert [one.token_ids for one in found.outputs] != [one.token_ids for one in expected.outputs]

@@ -71,7 +71,7 @@ def test_where_nodes_see_the_trees_of_their_siblings_it_says_something_else(
 def test_where_accepted_tokens_are_left_where_they_are_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner.rows.kv_slots, "write", lambda *_: None)
+    monkeypatch.setattr(engine.runner.rows.kv, "write_tokens", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0
 
@@ -79,6 +79,6 @@ def test_where_accepted_tokens_are_left_where_they_are_it_says_something_else(
 def test_without_any_copies_of_tail_blocks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner.rows.kv_blocks, "copy", lambda *_: None)
+    monkeypatch.setattr(engine.runner.rows.kv, "copy_blocks", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0

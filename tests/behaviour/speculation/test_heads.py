@@ -23,7 +23,6 @@ from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie import beam_params
 from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
 from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
 
 pytestmark = pytest.mark.slow
 
@@ -147,13 +146,13 @@ def test_the_next_turn_finds_in_the_prefix_cache_what_the_head_goes_on_from(
 
 
 def leave_out_copies_of_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = engine.runner
-    monkeypatch.setattr(runner.rows, "kv_blocks", KVBlocks(runner.kv_caches, runner.kv_cache_config.num_blocks))
+    kv = engine.runner.rows.kv
+    monkeypatch.setattr(kv, "_blocks", kv._blocks[:-1])
 
 
 def leave_accepted_tokens_where_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = engine.runner.rows.kv_slots._layers
-    monkeypatch.setattr(engine.runner.rows.kv_slots, "_layers", [layers[0][:-1], *layers[1:]])
+    kv = engine.runner.rows.kv
+    monkeypatch.setattr(kv, "_tokens", [kv._tokens[0][:-1], *kv._tokens[1:]])
 
 
 def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.kv.test_reorder import NUM_SLOTS, seeded, some_reorder
+from tests.worker.kv.test_kv_moves import NUM_SLOTS, seeded, some_fork
 from vllm_trie.worker.kernels import controls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("vocab_size", [9, controls.COUNTS_TILE + 7])
 def test_rows_take_over_how_often_tokens_have_come_as_in_torch(vocab_size: int) -> None:
     for seed in range(3):
-        rows = some_reorder((9,) * 5, seed)
+        rows = some_fork((9,) * 5, seed)
         slots = torch.randint(9, (NUM_SLOTS, vocab_size), generator=seeded(seed), dtype=torch.int32).to(DEVICE)
         by_kernel, by_torch = slots.clone(), slots.clone()
         controls.launch_reorder_counts(rows, by_kernel)

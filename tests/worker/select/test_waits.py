@@ -44,7 +44,7 @@ from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker import runner as runner_module
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
+from vllm_trie.worker.kv.kv_caches import KVCaches
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
@@ -211,7 +211,7 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     histories, scores = np.array([[7, 8]] * WIDTH, np.int32), np.full(WIDTH, -1.0, np.float32)
     step.resumed = Resumed(histories, scores) if is_resumed else None
     held = Rows(runner)
-    held.kv_blocks = KVBlocks([nowhere(9, 4)], 9)
+    held.kv = KVCaches([nowhere(9, 4)], 9)
     held.add_copies([(group, step)])
     assert states.req_id_to_index.keys() == {"g", "g#1", "g#2"}
     group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])

@@ -33,7 +33,7 @@ from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefi
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.kv.kv_caches import ByToken, KVCaches
 from vllm_trie.worker.select.by_kernels import select_by_kernels
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup import warm_up as warm_up_module
@@ -72,7 +72,8 @@ def runner_with(
 ) -> Any:
     """As far as the warm-up knows it, with a layer for each of these."""
     step = WeightlessStep(rules_of(2), 1, VOCAB_SIZE)
-    step.selector.rows.kv_slots = KVSlots([[ByToken(torch.zeros(3, BLOCK_SIZE, 8), (BLOCK_SIZE,))]])
+    states, rows = nowhere(3, BLOCK_SIZE, 8, dtype=torch.float32), step.selector.rows
+    rows.kv = KVCaches([states], 3, [[ByToken(states, (BLOCK_SIZE,))]], rows.kv.tables)
     cache = torch.zeros(3, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     layers = {
         name: SimpleNamespace(impl=SimpleNamespace(scoring=scoring), kv_cache=cache)

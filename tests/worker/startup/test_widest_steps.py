@@ -38,7 +38,7 @@ from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
 from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
-from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.kv.kv_caches import ByToken, KVCaches
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
@@ -319,11 +319,10 @@ def test_as_much_is_held_as_accepted_drafts_hold_while_they_move(has_head: bool)
         runner.speculator = object.__new__(EagleSpeculator)
         runner.speculator.hidden_size, runner.speculator.dtype = 24, torch.bfloat16
         of_groups[0].append(ByToken(torch.zeros(9, 16, 24, dtype=torch.bfloat16), (16,)))
-    segments = KVSlots(of_groups).segments
-    assert segments is not None
+    segments = KVCaches(cpu, 1, of_groups).token_segments
     with MemoryCounter() as counter:
         take_widest_draft_move(runner)
-    assert counter.most == 3 * 2 * segments.token_words * segments.word_bytes
+    assert counter.most == 3 * 2 * segments.total_words * segments.word_bytes
     assert counter.held == 0
 
 

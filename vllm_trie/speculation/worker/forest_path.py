@@ -15,6 +15,7 @@ from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.table_entries import DraftTableEntries
+from vllm_trie.worker.kv.kv_moves import KVMoves
 
 
 class AcceptedPath(NamedTuple):
@@ -27,8 +28,7 @@ class AcceptedPath(NamedTuple):
     tokens: np.ndarray  # [b, steps] that each row has got after these
     tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 the blocks that rows have then
     entries: list[DraftTableEntries]  # likewise: what of these they have not already
-    copies: np.ndarray  # [copies, 2] int64, blocks from where, and where to
-    moves: list[np.ndarray]  # by KV cache group: [2, tokens] slots of the cache, likewise
+    moves: KVMoves  # what these blocks hold
     is_controlled: bool  # whether they also take over what the processors of their logits know
 
 
@@ -54,7 +54,7 @@ def accepted_forest_path(
     newest = [beams[-1][lead] for lead in leads]
 
     copies = dict[int, int]()  # sources by destination
-    tables, entries, moves = list[np.ndarray](), list[DraftTableEntries](), list[np.ndarray]()
+    tables, entries, tokens = list[np.ndarray](), list[DraftTableEntries](), list[np.ndarray]()
     for number, (table, column, block_size) in enumerate(
         zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True)
     ):
@@ -82,7 +82,7 @@ def accepted_forest_path(
         entries.append(DraftTableEntries.of(forest_step.group.slots, number, adopted, known=table))
         rows_and_places = np.array(moving, dtype=np.int64).reshape(-1, 2, 2)
         from_to = forest_step.slots_of(number, rows_and_places[..., 0], rows_and_places[..., 1])
-        moves.append(from_to[from_to[:, 0] != from_to[:, 1]].T)
+        tokens.append(from_to[from_to[:, 0] != from_to[:, 1]].T)
     copied = [(source, destination) for destination, source in copies.items() if source != destination]
     num_kept = min(count, forest_step.num_layers) if forest_step.keeps_drafted else 1  # of the root and what follows
     forest_step.group.num_drafted = forest_step.start + num_kept
@@ -90,7 +90,7 @@ def accepted_forest_path(
     return AcceptedPath(
         *(group.slots, group.slots[slots], len(group.prompt), forest_step.start + 1),
         np.stack([step.tokens[beam] for step, beam in of_steps], axis=1).astype(np.int64),
-        *(tables, entries, np.array(copied, np.int64).reshape(-1, 2), moves),
+        *(tables, entries, KVMoves(np.array(copied, np.int64).reshape(-1, 2), tokens)),
         forest_step.rules[0].is_controlled,
     )
 

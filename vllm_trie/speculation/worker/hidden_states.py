@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.compat.versions import planned_vllm_kv_cache
-from vllm_trie.worker.kv.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_caches import ByToken
 
 
 class DraftHiddenStates:

@@ -17,7 +17,7 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
 from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates
 from vllm_trie.speculation.worker.table_entries import DraftTableEntries, draft_tables_side_by_side
-from vllm_trie.worker.kv.moves import move_kv
+from vllm_trie.worker.kv.kv_moves import KVMoves, move_kv
 from vllm_trie.worker.rows.rows import Rows
 
 
@@ -58,9 +58,7 @@ class DraftTreeRows:
             places: [rows of all groups] where they are in the batch.
             sampled: [R, steps] int64, receives the new tokens of every row.
         """
-        moves = [np.hstack(of_groups) for of_groups in zip(*(path.moves for path in paths), strict=True)]
-        copies, kv = np.concatenate([path.copies for path in paths]), self._rows
-        move_kv(kv.kv_blocks, kv.kv_slots, copies, [*enumerate(moves)])
+        move_kv(KVMoves.together([path.moves for path in paths]), self._rows.kv)
         slots, sources = (np.concatenate(of_groups) for of_groups in zip(*(path[:2] for path in paths), strict=True))
         entries = [entry for path in paths for entry in path.entries]
         rows = [slots, sources, places, draft_tables_side_by_side([path.tokens for path in paths])]

@@ -108,8 +108,7 @@ class TreeSpeculation(RunnerSpeculation):
         drafts.warm_up_draft_kernels(serving)
         forest_growth.warm_up_growth_kernels(serving)
         forest_layout.warm_up_forest_kernel(serving)
-        if (segments := self._runner.rows.kv_slots.segments) is not None:
-            copies.warm_up_kv_moves(segments)
+        copies.warm_up_kv_moves(self._runner.rows.kv)
 
     def warm_up_stock(self) -> None:
         """See `RunnerSpeculation`."""

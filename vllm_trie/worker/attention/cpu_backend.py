@@ -35,7 +35,7 @@ from vllm_trie.worker.attention.split_batch import (
     is_decoder_attention,
     replace_attention_backend,
 )
-from vllm_trie.worker.kv.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_caches import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
 

@@ -48,7 +48,7 @@ from vllm_trie.worker.attention.split_batch import (
     replace_attention_backend,
 )
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, TritonAttentionPlan
-from vllm_trie.worker.kv.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_caches import ByToken
 
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.search import search_spans
 from vllm_trie.search.devices import search_numbers, uploaded_for_search
-from vllm_trie.worker.kv.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_caches import ByToken
 
 WORD = 64  # bits
 

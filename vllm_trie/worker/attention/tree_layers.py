@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
-from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, TokenStates
+from vllm_trie.worker.kv.kv_caches import ByToken, TokenStates
 
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
@@ -45,8 +45,8 @@ def attention_takes_trees(runner: GPUModelRunner) -> bool:
     return not stock
 
 
-def attention_kv_slots(runner: GPUModelRunner, beside: TokenStates | None = None) -> KVSlots:
-    """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others.
+def attention_by_token(runner: GPUModelRunner, beside: TokenStates | None = None) -> list[list[ByToken]]:
+    """By KV cache group, the KV caches of those all of whose layers do, token by token; nothing of others.
 
     Args:
         runner: vLLM's.
@@ -55,7 +55,7 @@ def attention_kv_slots(runner: GPUModelRunner, beside: TokenStates | None = None
     parts = [_attention_by_token(runner, attn_groups) for attn_groups in attention_layers_of(runner)]
     if beside is not None and (of_group := parts[beside.number]):
         of_group.append(beside.by_token)
-    return KVSlots(parts)
+    return parts
 
 
 def _attention_by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:

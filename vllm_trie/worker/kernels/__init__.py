@@ -18,7 +18,6 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.step_result import PackedSearchStep
-from vllm_trie.worker.kv.reorder import Tables
 
 if TYPE_CHECKING:
     from vllm_trie.worker.kernels.tiles import KernelLogits
@@ -67,7 +66,6 @@ class KernelVariants(NamedTuple):
     """What the variants of kernels that an engine launches depend on."""
 
     tokens: torch.Tensor  # [slots, length] int32
-    tables: Tables
     most_beams: int  # of a group
     logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
     draft_logits: tuple[torch.Tensor, ...] = ()  # likewise, of a draft model

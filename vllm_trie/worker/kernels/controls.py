@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.worker.kernels import KernelVariants
-from vllm_trie.worker.kv.reorder import KVReorder
+from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.launches import cdiv
 
 TILE = 256  # rows of which one program reads the newest tokens
@@ -38,7 +38,7 @@ def launch_take_newest(
     return own
 
 
-def launch_reorder_counts(rows: KVReorder, counts: torch.Tensor) -> None:
+def launch_reorder_counts(rows: KVFork, counts: torch.Tensor) -> None:
     """Let rows take over how often each token has come.
 
     Args:
@@ -70,7 +70,7 @@ def _reorder_counts_kernel(rows, parents, num_rows, counts, counts_stride, vocab
     """See `launch_reorder_counts`: a program per row and tile of the vocabulary.
 
     Args:
-        rows: [4, R], see `KVReorder`.
+        rows: [4, R], see `KVFork`.
         parents: [R].
     """
     row = tl.program_id(0)
@@ -88,4 +88,4 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=serving.device)
     launch_take_newest(nothing[0], nothing[0], nothing[0], nothing[0].int())
     counts = torch.zeros(1, 1, dtype=torch.int32, device=serving.device)
-    launch_reorder_counts(KVReorder(nothing, nothing[0], np.zeros(1, np.int64)), counts)
+    launch_reorder_counts(KVFork(nothing, nothing[0], np.zeros(1, np.int64)), counts)

@@ -1,11 +1,8 @@
-"""Rows that continue the histories of others, and copies of blocks, in a launch each.
-
-In torch `worker.kv.reorder` has the one, and `worker.kv.kv_blocks` the other.
-"""
+"""Forks of KV by one launch, and moves by up to three. In torch `worker.kv.kv_moves` has both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 
 import numpy as np
 import torch
@@ -13,12 +10,11 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded_for_search
-from vllm_trie.worker.kv.kv_blocks import COPY_TILE, Segments
-from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
-from vllm_trie.worker.kv.kv_slots import TokenSegments
-from vllm_trie.worker.kv.moves import HELD
-from vllm_trie.worker.kv.reorder import KVReorder, Tables
+from vllm_trie.worker.kv.kv_caches import COPY_TILE, KVCaches, KVSegments
+from vllm_trie.worker.kv.kv_caches import WORDS as TORCH_WORDS
+from vllm_trie.worker.kv.kv_moves import KVFork, KVMoves
 
+HELD = -1  # in the place of a block: what the program that copies holds
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
 TOKEN_TILE = 256  # words that each copies at a time
 MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
@@ -27,77 +23,111 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 SIZES = {n: {"word": word, "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1} for n, word in WORDS.items()}
 
 
-def launch_kv_reorder(rows: KVReorder, tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
-    """Let rows continue the histories of others: tokens, full blocks of all tables, and contents of tail blocks.
-
-    Args:
-        rows: R of them.
-        tokens: [slots, length] int32.
-        tables: Of all KV cache groups.
-        segments: Where blocks lie, layer by layer.
-    """
-    num_rows, num_tables = len(rows.num_tokens_on_host), len(tables.tables)
-    has_tails = (rows.num_tokens_on_host[:, None] % tables.block_sizes).any()
+def launch_kv_fork(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
+    """See `kv_moves.fork_kv`."""
+    num_rows, num_tables, segments = len(fork.num_tokens_on_host), len(kv.tables), kv.block_segments
+    has_tails = (fork.num_tokens_on_host[:, None] % kv.block_sizes).any()
     num_workers = _kv_copy_workers(num_rows * num_tables, segments) if has_tails else 0
-    of_rows = rows.rows, rows.parents, num_rows, tokens, tokens.stride(0)
+    of_rows = fork.rows, fork.parents, num_rows, tokens, tokens.stride(0), *kv.tables_on_device, num_tables, num_workers
     _reorder_kv_kernel[num_rows, 1 + num_tables * (1 + num_workers)](
-        *of_rows, *tables.on_device, num_tables, num_workers, *segments[:-1], **SIZES[segments.word_bytes]
+        *of_rows,
+        segments.pointers,
+        segments.of_block,
+        segments.words,
+        segments.num_pieces,
+        segments.num_tiles,
+        **SIZES[segments.word_bytes],
     )
 
 
-def launch_kv_block_copies(chains: list[list[tuple[int, int]]], segments: Segments) -> None:
-    """Copy whole blocks, in all layers.
+def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
+    """See `kv_moves.move_kv`; on GPUs a plan has no parts."""
+    moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
+    if moving:
+        fields = np.concatenate([_kv_token_moves(kv, *of_number) for of_number in moving])
+        on_device = uploaded_for_search(np.ascontiguousarray(fields), kv.device)
+        words = TORCH_WORDS[kv.token_segments.word_bytes]
+        held = torch.empty(len(fields) * kv.token_segments.total_words, dtype=words, device=kv.device)
+        _launch_kv_tokens(on_device, held, kv.token_segments, is_read=True)
+    if len(moves.blocks):
+        ordered, num_alone = kv_copies_in_order(moves.blocks)
+        if kv.are_apart or num_alone == len(ordered):
+            _launch_kv_blocks(ordered, num_alone, kv.block_segments)
+        else:
+            kv.copy_blocks(moves.blocks)
+    if moving:
+        _launch_kv_tokens(on_device, held, kv.token_segments, is_read=False)
 
-    Args:
-        chains: Of each the copies (see `moves.kv_copy_chains_of`), one after the other; chains depend on no other.
-        segments: Where blocks lie, layer by layer.
+
+def kv_copies_in_order(pairs: np.ndarray) -> tuple[np.ndarray, int]:
+    """Copies [n, 2] in an order in which no block is written before it is read.
+
+    In a circle of copies one of its blocks is held until all others are written: `HELD` stands for it.
+
+    Returns:
+        [n or more, 2], and how many of the first ones can go side by side, as they depend on no other.
     """
-    starts = np.cumsum([0, *map(len, chains)])
-    order = np.array([copy for chain in chains for copy in chain], dtype=np.int64)
-    on_device = uploaded_for_search(np.concatenate([starts, order.ravel()]), segments.pointers.device)
-    num_workers = _kv_copy_workers(len(chains), segments)
-    _copy_kv_blocks_kernel[len(chains), num_workers](
-        on_device, len(chains), num_workers, *segments[:-1], held=HELD, **SIZES[segments.word_bytes]
+    is_alone = ~(np.isin(pairs[:, 0], pairs[:, 1]) | np.isin(pairs[:, 1], pairs[:, 0]))
+    left = {to: source for source, to in pairs[~is_alone].tolist()}
+    readers, ordered = Counter(left.values()), pairs[is_alone].tolist()
+    ready = [destination for destination in left if not readers[destination]]
+    while left:
+        if not ready:  # circles alone are left
+            first = next(iter(left))
+            ordered.append((first, HELD))
+            readers[first] -= 1
+            ready.append(first)
+            (last,) = (to for to, source in left.items() if source == first)
+            left[last] = HELD
+        destination = ready.pop()
+        source = left.pop(destination)
+        ordered.append((source, destination))
+        readers[source] -= 1
+        if not readers[source] and source in left:
+            ready.append(source)
+    return np.array(ordered, np.int64), int(is_alone.sum())
+
+
+def _launch_kv_blocks(ordered: np.ndarray, num_alone: int, segments: KVSegments) -> None:
+    """Copy blocks: a chain for each that depends on no other, and one of all others."""
+    starts = np.unique([*range(num_alone + 1), len(ordered)])
+    chains = uploaded_for_search(np.concatenate([starts, ordered.ravel()]), segments.pointers.device)
+    num_chains = len(starts) - 1
+    num_workers = _kv_copy_workers(num_chains, segments)
+    _copy_kv_blocks_kernel[num_chains, num_workers](
+        chains,
+        num_chains,
+        num_workers,
+        segments.pointers,
+        segments.of_block,
+        segments.words,
+        segments.num_pieces,
+        segments.num_tiles,
+        held=HELD,
+        **SIZES[segments.word_bytes],
     )
 
 
-class HeldKVTokens:
-    """What KV slots hold, read by one launch, to be written into others by another one.
-
-    Args:
-        moves: By KV cache group, [2, tokens] slots, from where, and where to.
-        segments: Where tokens lie, layer by layer.
-    """
-
-    def __init__(self, moves: Sequence[tuple[int, np.ndarray]], segments: TokenSegments) -> None:
-        fields = [self._of_group(from_to, *segments.groups[number]) for number, from_to in moves]
-        self._moves = uploaded_for_search(np.ascontiguousarray(np.concatenate(fields)), segments.sizes.device)
-        self._segments, dtype = segments, TORCH_WORDS[segments.word_bytes]
-        self._held = torch.empty(len(self._moves) * segments.token_words, dtype=dtype, device=segments.sizes.device)
-        self._launch(is_read=True)
-
-    @staticmethod
-    def _of_group(from_to: np.ndarray, first: int, end: int, block_size: int) -> np.ndarray:
-        """[tokens, 6] int64: segments from the first to the last but one; blocks and places in them."""
-        segments = np.broadcast_to([first, end], (from_to.shape[1], 2))
-        (source, at), (destination, to) = (divmod(slots, block_size) for slots in from_to)
-        return np.column_stack([segments, source, at, destination, to]).astype(np.int64)
-
-    def write(self) -> None:
-        """Write them."""
-        self._launch(is_read=False)
-
-    def _launch(self, is_read: bool) -> None:
-        segments, num_workers = self._segments, min(len(self._segments.pointers), WORKERS_OF_TOKEN)
-        _hold_kv_tokens_kernel[len(self._moves), num_workers](
-            *(self._moves, self._held, segments.pointers, *segments.sizes, segments.token_words, num_workers),
-            word=WORDS[segments.word_bytes],
-            is_read=is_read,
-            tile_size=TOKEN_TILE,
-        )
+def _kv_token_moves(kv: KVCaches, number: int, from_to: np.ndarray) -> np.ndarray:
+    """[tokens, 6] int64: segments from the first to the last but one; blocks and places in them."""
+    segments = np.broadcast_to(kv.token_segments.starts[number : number + 2], (from_to.shape[1], 2))
+    (source, at), (destination, to) = (divmod(slots, kv.tokens_of_block(number)) for slots in from_to)
+    return np.column_stack([segments, source, at, destination, to]).astype(np.int64)
 
 
-def _kv_copy_workers(num_copies: int, segments: Segments) -> int:
+def _launch_kv_tokens(moves: torch.Tensor, held: torch.Tensor, segments: KVSegments, is_read: bool) -> None:
+    """Read what tokens hold, or write it where they move to."""
+    num_workers = min(len(segments.pointers), WORKERS_OF_TOKEN)
+    sizes = segments.of_block, segments.of_token, segments.words, segments.offsets
+    _hold_kv_tokens_kernel[len(moves), num_workers](
+        *(moves, held, segments.pointers, *sizes, segments.total_words, num_workers),
+        word=WORDS[segments.word_bytes],
+        is_read=is_read,
+        tile_size=TOKEN_TILE,
+    )
+
+
+def _kv_copy_workers(num_copies: int, segments: KVSegments) -> int:
     """Programs for each block that is copied: few for each where many are."""
     return min(max(MOST_PROGRAMS // num_copies, 1), segments.num_pieces)
 
@@ -110,27 +140,27 @@ def _copy_kv_in_kernel(source, destination, start, end, tile_size: tl.constexpr)
 
 
 @triton.jit
-def _kv_piece_in_kernel(piece, pointers, strides, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
+def _kv_piece_in_kernel(piece, pointers, of_block, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
     """Of a piece of a block, a tile of a segment: block 0, words from block to block, and [tile] which words it is."""
     segment = piece // num_tiles
     index = (piece % num_tiles) * tile_size + tl.arange(0, tile_size)
     blocks = tl.load(pointers + segment).to(tl.pointer_type(word))
-    return blocks, tl.load(strides + segment), index, index < tl.load(words + segment)
+    return blocks, tl.load(of_block + segment), index, index < tl.load(words + segment)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_workers"], do_not_specialize_on_alignment=["rows", "parents"])
 def _reorder_kv_kernel(
     rows, parents, num_rows, tokens, tokens_stride, table_pointers, table_strides, block_sizes, num_tables, num_workers,
-    pointers, strides, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
+    pointers, of_block, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_kv_reorder`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
+    """See `launch_kv_fork`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
 
     Args:
         rows: [4, R].
         parents: [R].
         tokens: [slots, length].
         pointers: [segments].
-        strides: [segments], from block to block, in words.
+        of_block: [segments], from block to block, in words.
         words: [segments], of a block.
     """
     row, part = tl.program_id(0), tl.program_id(1)
@@ -156,7 +186,7 @@ def _reorder_kv_kernel(
         from_block, to_block = tl.load(source_table + length // block_size), tl.load(own_table + length // block_size)
         for piece in range((part - 1 - num_tables) % num_workers, num_pieces, num_workers):
             blocks, stride, index, mask = _kv_piece_in_kernel(
-                piece, pointers, strides, words, num_tiles, word, tile_size
+                piece, pointers, of_block, words, num_tiles, word, tile_size
             )
             values = tl.load(blocks + from_block * stride + index, mask=mask)
             tl.store(blocks + to_block * stride + index, values, mask=mask)
@@ -164,21 +194,21 @@ def _reorder_kv_kernel(
 
 @triton.jit(do_not_specialize=["num_chains", "num_workers"], do_not_specialize_on_alignment=["chains"])
 def _copy_kv_blocks_kernel(
-    chains, num_chains, num_workers, pointers, strides, words, num_pieces, num_tiles, held: tl.constexpr, word:
+    chains, num_chains, num_workers, pointers, of_block, words, num_pieces, num_tiles, held: tl.constexpr, word:
     tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_kv_block_copies`: `num_workers` programs per chain, each with some pieces of all its blocks.
+    """See `_launch_kv_blocks`: `num_workers` programs per chain, each with some pieces of all its blocks.
 
     Args:
         chains: [C + 1] where each begins and ends, then [copies, 2].
         pointers: [segments].
-        strides: [segments], from block to block, in words.
+        of_block: [segments], from block to block, in words.
         words: [segments], of a block.
     """
     first, end = tl.load(chains + tl.program_id(0)), tl.load(chains + tl.program_id(0) + 1)
     copies = chains + num_chains + 1
     for piece in range(tl.program_id(1), num_pieces, num_workers):
-        blocks, stride, index, mask = _kv_piece_in_kernel(piece, pointers, strides, words, num_tiles, word, tile_size)
+        blocks, stride, index, mask = _kv_piece_in_kernel(piece, pointers, of_block, words, num_tiles, word, tile_size)
         saved = tl.zeros([tile_size], word)
         for copy in range(first, end):
             source, destination = tl.load(copies + 2 * copy), tl.load(copies + 2 * copy + 1)
@@ -191,21 +221,19 @@ def _copy_kv_blocks_kernel(
                 tl.store(blocks + destination * stride + index, values, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["num_workers"], do_not_specialize_on_alignment=["of_block", "of_place", "words", "offsets"]
-)
+@triton.jit(do_not_specialize=["num_workers"])
 def _hold_kv_tokens_kernel(
-    moves, held, pointers, of_block, of_place, words, offsets, token_words, num_workers, word: tl.constexpr, is_read:
+    moves, held, pointers, of_block, of_token, words, offsets, token_words, num_workers, word: tl.constexpr, is_read:
     tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `HeldKVTokens`: `num_workers` programs per token, each with some segments.
+    """See `_launch_kv_tokens`: `num_workers` programs per token, each with some segments.
 
     Args:
         moves: [tokens, 6].
         held: [tokens, token_words].
         pointers: [segments].
         of_block: [segments].
-        of_place: [segments].
+        of_token: [segments].
         words: [segments].
         offsets: [segments].
     """
@@ -215,7 +243,7 @@ def _hold_kv_tokens_kernel(
     block, place = tl.load(at), tl.load(at + 1)
     for segment in range(tl.load(move) + tl.program_id(1), tl.load(move + 1), num_workers):
         own = tl.load(pointers + segment).to(tl.pointer_type(word))
-        own += block * tl.load(of_block + segment) + place * tl.load(of_place + segment)
+        own += block * tl.load(of_block + segment) + place * tl.load(of_token + segment)
         beside = held + token * token_words + tl.load(offsets + segment)
         if is_read:
             _copy_kv_in_kernel(own, beside, 0, tl.load(words + segment), tile_size)
@@ -223,19 +251,18 @@ def _hold_kv_tokens_kernel(
             _copy_kv_in_kernel(beside, own, 0, tl.load(words + segment), tile_size)
 
 
-def warm_up_kv_copies(tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
+def warm_up_kv_copies(tokens: torch.Tensor, kv: KVCaches) -> None:
     """Let a row continue itself, and copy the null block onto itself.
 
     Args:
         tokens: [slots, length] int32.
-        tables, segments: Of the KV cache.
+        kv: Of the engine.
     """
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=tokens.device)
-    row = KVReorder(nothing, nothing[0], np.zeros(1, np.int64))
-    launch_kv_reorder(row, tokens, tables, segments)
-    launch_kv_block_copies([[(0, 0)]], segments)
+    launch_kv_fork(KVFork(nothing, nothing[0], np.zeros(1, np.int64)), tokens, kv)
+    _launch_kv_blocks(np.zeros((1, 2), np.int64), 1, kv.block_segments)
 
 
-def warm_up_kv_moves(segments: TokenSegments) -> None:
+def warm_up_kv_moves(kv: KVCaches) -> None:
     """Move the first token of the null block onto itself."""
-    HeldKVTokens([(0, np.zeros((2, 1), np.int64))], segments).write()
+    launch_kv_moves(KVMoves(np.zeros((0, 2), np.int64), [np.zeros((2, 1), np.int64)]), kv)

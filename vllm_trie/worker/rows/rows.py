@@ -24,11 +24,9 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.devices import is_searched_on_host, uploaded_together_for_search
 from vllm_trie.worker import launches
-from vllm_trie.worker.attention.tree_layers import attention_kv_slots
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
-from vllm_trie.worker.kv.moves import copy_kv_to_others
-from vllm_trie.worker.kv.reorder import LARGE_BLOCK, KVReorder, Tables, reorder_kv_rows
+from vllm_trie.worker.attention.tree_layers import attention_by_token
+from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable, TokenStates
+from vllm_trie.worker.kv.kv_moves import KVFork, KVMoves, fork_kv, move_kv
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import row_arrays_by_slot
 
@@ -53,30 +51,20 @@ class Rows:
         self.beside: TokenStates | None = None  # what lies by token beside the KV caches, if anything
 
     @cached_property
-    def tables(self) -> Tables:
-        """The runner's block tables, those that say the same of all rows of a group left out."""
-        tables, groups = self._runner.block_tables, self._runner.kv_cache_config.kv_cache_groups
-        differing = [n for n, group in enumerate(groups) if not isinstance(group.kv_cache_spec, CrossAttentionSpec)]
-        sizes = [tables.block_sizes[number] for number in differing]
-        return Tables([tables.block_tables[number].gpu for number in differing], sizes, differing)
+    def kv(self) -> KVCaches:
+        """The runner's KV caches, a draft model's among them, what lies beside them, and the tables of their blocks.
 
-    @cached_property
-    def kv_blocks(self) -> KVBlocks:
-        """The runner's KV caches, a draft model's among them, and what lies beside them."""
-        own = [] if self.beside is None else [self.beside.by_token.contents]
-        return KVBlocks([*self._runner.kv_caches, *own], self._runner.kv_cache_config.num_blocks)
-
-    @cached_property
-    def kv_slots(self) -> KVSlots:
-        """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
-        return attention_kv_slots(self._runner, self.beside)
-
-    @cached_property
-    def _parts_of_blocks(self) -> KVSlots | None:
-        """The same, where blocks are so large that parts of them are copied."""
-        return (
-            self.kv_slots if is_searched_on_host(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
-        )
+        Left out are tables that say the same of all rows of a group.
+        """
+        runner, own = self._runner, [] if self.beside is None else [self.beside.by_token.contents]
+        config, tables = runner.kv_cache_config, runner.block_tables
+        differing = [
+            KVTable(tables.block_tables[number].gpu, tables.block_sizes[number], number)
+            for number, group in enumerate(config.kv_cache_groups)
+            if not isinstance(group.kv_cache_spec, CrossAttentionSpec)
+        ]
+        by_token = attention_by_token(runner, self.beside)
+        return KVCaches([*runner.kv_caches, *own], config.num_blocks, by_token, differing)
 
     def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """What the host knows, on the device; nobody waits for it."""
@@ -220,7 +208,7 @@ class Rows:
                     roots.tables[number] = np.column_stack([roots.tables[number], of_rows])
         copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
         if copies:
-            copy_kv_to_others(self.kv_blocks, np.concatenate(copies))
+            move_kv(KVMoves(np.concatenate(copies)), self.kv)
 
     def reorder(
         self, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], is_controlled: bool = False
@@ -228,16 +216,16 @@ class Rows:
         """Let rows continue the histories of others, and where they are controlled, what their logits go by.
 
         Args:
-            rows, num_tokens, parents: See `KVReorder.of`.
+            rows, num_tokens, parents: See `KVFork.of`.
         """
         if not parents:
             return
-        moved = KVReorder.of(rows, num_tokens, parents, self.device)
-        reorder_kv_rows(moved, self.all_tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
+        moved = KVFork.of(rows, num_tokens, parents, self.device)
+        fork_kv(moved, self.all_tokens, self.kv)
         if is_controlled:
             self._reorder_controls(moved)
 
-    def _reorder_controls(self, rows: KVReorder) -> None:
+    def _reorder_controls(self, rows: KVFork) -> None:
         """Let rows take over what the processors of their logits know of those that they continue."""
         if not launches.worker_runs_kernels_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)

@@ -17,7 +17,7 @@ import torch
 
 from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.worker.kv.reorder import kv_rows_of_groups
+from vllm_trie.worker.kv.kv_moves import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
 if TYPE_CHECKING:

@@ -48,10 +48,10 @@ def warm_up_at_startup(runner: Any) -> None:
     """Launch all kernels of a `BeamModelRunner`, which has its KV cache. Nothing that anybody reads is written."""
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     most_beams, logits = _widest_search_at_startup(runner.vllm_config), tuple(_logits_at_startup(runner))
-    serving = KernelVariants(tokens, rows.tables, most_beams, logits)
+    serving = KernelVariants(tokens, most_beams, logits)
     for module in (slots, controls, rows_beside, step, in_groups):
         module.warm_up_kernels(serving)
-    copies.warm_up_kv_copies(tokens, rows.tables, rows.kv_blocks.segments)
+    copies.warm_up_kv_copies(tokens, rows.kv)
     runner.speculation.warm_up(serving)
     triton_kernels.warm_up_attention(_layers_at_startup(runner), has_trees=runner.speculation.takes_trees)
 

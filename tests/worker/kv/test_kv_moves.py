@@ -10,9 +10,16 @@ import torch
 
 from vllm_trie.search.rank import rank_search_candidates
 from vllm_trie.search.slots import choose_next_search_beams
-from vllm_trie.worker.kv import copies, moves, reorder
-from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import KVReorder, Tables, kv_rows_of_groups
+from vllm_trie.worker.kv import copies
+from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
+from vllm_trie.worker.kv.kv_moves import (
+    KVFork,
+    KVMoves,
+    copy_kv_histories,
+    kv_moves_of_tails,
+    kv_rows_of_groups,
+    move_kv_by_torch,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,10 +32,10 @@ BLOCK_SIZES = (4, 6)
 NUM_SLOTS = 24
 LENGTH = 50
 NUM_BLOCKS = 600
-CONTENTS = KVBlocks([torch.zeros(NUM_BLOCKS, 8, device=DEVICE)], NUM_BLOCKS)  # where they are not looked at
+CONTENTS = [torch.zeros(NUM_BLOCKS, 8, device=DEVICE)]  # where they are not looked at
 
 
-def some_reorder(num_tokens: Sequence[int], seed: int) -> KVReorder:
+def some_fork(num_tokens: Sequence[int], seed: int) -> KVFork:
     """Three groups of one class and two of another, their rows anywhere, as after a step of the search."""
     slots = torch.randperm(NUM_SLOTS, generator=seeded(seed)).numpy()
     start, of_classes, chosen, repeated = 0, list[np.ndarray](), list[torch.Tensor](), list[np.ndarray]()
@@ -44,15 +51,15 @@ def some_reorder(num_tokens: Sequence[int], seed: int) -> KVReorder:
         repeated.append(np.repeat(lengths, width))
     num_common = [[length // 2 for length in lengths] for lengths in (num_tokens[:3], num_tokens[3:])]
     rows = kv_rows_of_groups(of_classes, num_common)
-    return KVReorder.of(rows, np.concatenate(repeated), chosen, torch.device(DEVICE))
+    return KVFork.of(rows, np.concatenate(repeated), chosen, torch.device(DEVICE))
 
 
-def some_tables() -> Tables:
+def some_tables() -> list[KVTable]:
     """Each slot with blocks of its own in two KV cache groups."""
     blocks = torch.randperm(NUM_BLOCKS, generator=seeded(8)).int().to(DEVICE)
     widths = [-(-LENGTH // block_size) for block_size in BLOCK_SIZES]
     first, second = blocks[: NUM_SLOTS * sum(widths)].split([NUM_SLOTS * width for width in widths])
-    return Tables([first.view(NUM_SLOTS, -1).clone(), second.view(NUM_SLOTS, -1).clone()], BLOCK_SIZES)
+    return [KVTable(n.view(NUM_SLOTS, -1).clone(), size) for n, size in zip((first, second), BLOCK_SIZES, strict=True)]
 
 
 ON_BLOCK_BOUNDARIES = (12, 24, 36, 12, 48)
@@ -62,29 +69,32 @@ ANYWHERE = (11, 25, 36, 1, 49)
 @pytest.mark.parametrize("num_tokens", [ON_BLOCK_BOUNDARIES, ANYWHERE])
 def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[int]) -> None:
     for seed in range(8):
-        rows = some_reorder(num_tokens, seed)
+        rows = some_fork(num_tokens, seed)
         tokens = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).repeat(NUM_SLOTS, 1)
         slots, _, num_common, lengths = rows.rows[..., None]
         tokens[slots[:, 0]] += (torch.arange(LENGTH, device=DEVICE) >= num_common) * slots.int()
-        by_kernel, by_torch = (tokens.clone(), some_tables()), (tokens.clone(), some_tables())
-        copies.launch_kv_reorder(rows, *by_kernel, CONTENTS.segments)
-        reorder.copy_kv_histories(rows.moving(), *by_torch)
+        by_kernel, by_torch = ((tokens.clone(), KVCaches(CONTENTS, NUM_BLOCKS, tables=some_tables())) for _ in range(2))
+        copies.launch_kv_fork(rows, *by_kernel)
+        copy_kv_histories(rows.moving(), *by_torch)
         is_history = torch.arange(LENGTH, device=DEVICE) < lengths
         found, expected = (own[slots[:, 0]].where(is_history, 0) for own, _ in (by_kernel, by_torch))
         assert not torch.equal(found, tokens[slots[:, 0]].where(is_history, 0))
         assert torch.equal(found, expected)
-        assert all(map(torch.equal, by_kernel[1].tables, by_torch[1].tables))
+        assert all(
+            table.blocks.equal(other.blocks)
+            for table, other in zip(by_kernel[1].tables, by_torch[1].tables, strict=True)
+        )
 
 
 def test_rows_take_over_long_histories_as_in_torch() -> None:
     length = 2 * copies.COPY_TILE + 9
     fields = ([1, 0, 2], [0, 0, 0], [3, 3, 3], [length] * 3)
-    rows = KVReorder(torch.tensor(fields, device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE), np.full(3, length))
+    rows = KVFork(torch.tensor(fields, device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE), np.full(3, length))
     tokens = torch.randint(0, 99, (3, length + 5), generator=seeded(9), dtype=torch.int32).to(DEVICE)
     expected = tokens.clone()
     expected[0, 3:length] = expected[1, 3:length]
     table = torch.randint(0, 99, (3, length), generator=seeded(10), dtype=torch.int32).to(DEVICE)
-    copies.launch_kv_reorder(rows, tokens, Tables([table], [1]), CONTENTS.segments)
+    copies.launch_kv_fork(rows, tokens, KVCaches(CONTENTS, NUM_BLOCKS, tables=[KVTable(table, 1)]))
     assert torch.equal(tokens, expected)
     assert torch.equal(table[0], table[1])
 
@@ -125,38 +135,38 @@ def test_contents_of_blocks_are_copied_as_in_torch(monkeypatch: pytest.MonkeyPat
     tokens = torch.zeros(NUM_SLOTS, LENGTH, dtype=torch.int32, device=DEVICE)
     for seed, num_tokens in enumerate((ANYWHERE, ANYWHERE, ON_BLOCK_BOUNDARIES)):
         monkeypatch.setattr(copies, "MOST_PROGRAMS", (4096, 1, 4096)[seed])
-        rows, before = some_reorder(num_tokens, seed), filled(kind)
+        rows, before = some_fork(num_tokens, seed), filled(kind)
         by_kernel, by_torch = filled(kind), filled(kind)
-        copies.launch_kv_reorder(rows, tokens, some_tables(), KVBlocks(by_kernel, NUM_BLOCKS).segments)
-        reorder.copy_kv_tails(rows.moving(), some_tables(), KVBlocks(by_torch, NUM_BLOCKS))
+        kv, reference = (KVCaches(caches, NUM_BLOCKS, tables=some_tables()) for caches in (by_kernel, by_torch))
+        copies.launch_kv_fork(rows, tokens, kv)
+        move_kv_by_torch(kv_moves_of_tails(rows.moving(), reference), reference)
         assert all(map(torch.equal, by_kernel, by_torch))
         assert all(map(torch.equal, by_kernel, before)) == (num_tokens is ON_BLOCK_BOUNDARIES)
     random = np.random.default_rng(1)
     destinations = random.permutation(NUM_BLOCKS)[:60]
     pairs = np.stack([random.permutation(np.concatenate([destinations[:40], np.arange(20)])), destinations], axis=1)
-    chains = moves.kv_copy_chains_of(pairs)
-    assert sum(moves.HELD in copy for chain in chains for copy in chain) > 0, "no circle"
-    assert len(chains) > 1
-    blocks = KVBlocks(by_kernel, NUM_BLOCKS)
-    assert blocks.are_apart
-    copies.launch_kv_block_copies(chains, blocks.segments)
-    KVBlocks(by_torch, NUM_BLOCKS).copy(*pairs.T)
+    ordered, num_alone = copies.kv_copies_in_order(pairs)
+    assert copies.HELD in ordered, "no circle"
+    assert 0 < num_alone < len(ordered)
+    assert kv.are_apart
+    copies.launch_kv_moves(KVMoves(pairs), kv)
+    reference.copy_blocks(pairs)
     assert all(map(torch.equal, by_kernel, by_torch))
 
 
 def test_layers_that_lie_over_each_other_are_told_from_those_that_are_apart() -> None:
     memory = torch.zeros(NUM_BLOCKS, 64, device=DEVICE)
     for kind in KINDS:
-        assert KVBlocks(kv_caches(kind), NUM_BLOCKS).are_apart
+        assert KVCaches(kv_caches(kind), NUM_BLOCKS).are_apart
     heads = [memory.as_strided((NUM_BLOCKS, 2, 8), (64, between_heads, 1)) for between_heads in (16, 32)]
-    assert not KVBlocks(heads, NUM_BLOCKS).are_apart
-    assert not KVBlocks([memory, memory.flatten()[8:].view(-1, 8)[: 7 * NUM_BLOCKS]], NUM_BLOCKS).are_apart
+    assert not KVCaches(heads, NUM_BLOCKS).are_apart
+    assert not KVCaches([memory, memory.flatten()[8:].view(-1, 8)[: 7 * NUM_BLOCKS]], NUM_BLOCKS).are_apart
 
 
 def test_rows_that_stay_are_left_alone_and_those_that_move_are_moved() -> None:
-    rows = some_reorder(ANYWHERE, seed=1)
-    moving = rows.moving()
-    assert 0 < len(moving.num_tokens_on_host) < len(rows.num_tokens_on_host)
-    assert (moving.rows[0] != moving.rows[1]).all()
-    assert {*moving.rows[1].tolist()} <= {*rows.rows[0].tolist()} - {*moving.rows[0].tolist()}
-    assert moving.num_tokens_on_host.tolist() == moving.rows[3].tolist()
+    rows = some_fork(ANYWHERE, seed=1)
+    slots, sources, _, num_tokens = rows.moving()
+    assert 0 < len(slots) < len(rows.num_tokens_on_host)
+    assert (slots != sources).all()
+    assert {*sources.tolist()} <= {*rows.rows[0].tolist()} - {*slots.tolist()}
+    assert {*num_tokens.tolist()} <= {*rows.num_tokens_on_host.tolist()}

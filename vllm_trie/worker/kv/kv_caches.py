@@ -1,0 +1,278 @@
+"""Where KV lies: the blocks of all layers, the tokens in them, and the tables that say which blocks rows have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search, uploaded_together_for_search
+from vllm_trie.worker.launches import cdiv
+
+COPY_TILE = 1024  # words, or table entries, that one program of a kernel copies at a time
+PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
+SMALL_BYTES = 1 << 13  # up to which it copies many entries at a time faster than one by one
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ByToken(NamedTuple):
+    """What a layer's KV cache holds, or a half of it, token by token."""
+
+    contents: torch.Tensor  # [blocks, *places, ...]
+    places: tuple[int, ...]  # whose product is the block size: a token is at its place in that order
+
+
+class TokenStates(Protocol):
+    """What lies by token beside the KV caches, and is copied with them."""
+
+    by_token: ByToken
+    number: int  # of the KV cache group by whose slots it lies
+
+
+class KVTable(NamedTuple):
+    """Which blocks rows have of a KV cache group."""
+
+    blocks: torch.Tensor  # [slots, columns] int32; it stays where it is
+    block_size: int
+    number: int = 0  # of the KV cache group
+
+
+class KVSegments(NamedTuple):
+    """Where blocks, or single tokens, lie: so many words in a row, once or more often per layer. For kernels."""
+
+    pointers: torch.Tensor  # [segments] uint64, on the device as the next four: to where they lie in block 0
+    of_block: torch.Tensor  # [segments] int64, from block to block, in words
+    of_token: torch.Tensor  # [segments] int64, from token to token within a block, in words; nothing of whole blocks
+    words: torch.Tensor  # [segments] int64, of a block or token
+    offsets: torch.Tensor  # [segments] int64, where these begin among all words of a token
+    starts: list[int]  # [KV cache groups + 1] their first segments: those of a group come one after the other
+    num_pieces: int  # tiles of all segments, if all were as long as the longest
+    num_tiles: int  # of the longest segment, as a kernel copies it
+    total_words: int
+    word_bytes: int  # 8, unless something is not a whole number of these
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> KVSegments:
+        """By KV cache group, of each its pointer, and bytes from block to block, from token to token, and of itself."""
+        found = [*itertools.chain(*runs)]
+        pointers, *sizes = np.array(found, dtype=np.uint64).T
+        word_bytes = math.gcd(8, *itertools.chain(*found))
+        of_block, of_token, words = (n.astype(np.int64) // word_bytes for n in sizes)
+        fields = pointers, of_block, of_token, words, words.cumsum() - words
+        starts = [0, *itertools.accumulate(map(len, runs))]
+        on_device, num_tiles = uploaded_together_for_search(fields, device), cdiv(int(words.max()), COPY_TILE)
+        return cls._make([*on_device, starts, len(found) * num_tiles, num_tiles, int(words.sum()), word_bytes])
+
+
+class KVCaches:
+    """vLLM's KV caches, seen block by block and token by token, whatever their layout, and the tables of their blocks.
+
+    Args:
+        kv_caches: One tensor per layer whose first dimension counts blocks, or equal parts of blocks.
+        num_blocks: KV blocks as the scheduler counts them.
+        by_token: By KV cache group, what its layers hold token by token; nothing where that is not known.
+        tables: Of the KV cache groups whose blocks differ from row to row.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Iterable[torch.Tensor],
+        num_blocks: int,
+        by_token: Sequence[Sequence[ByToken]] = (),
+        tables: Sequence[KVTable] = (),
+    ) -> None:
+        self._blocks = _distinct_kv_blocks(kv_in_words(_kv_block_view(cache, num_blocks)) for cache in kv_caches)
+        self._tokens = [_distinct_kv_layers(of_group) for of_group in by_token]
+        self.tables, self.device = tables, self._blocks[0].device
+        self.block_sizes = np.array([table.block_size for table in tables])
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """Copy whole blocks, in all layers, [copies, 2] int64 from where, and where to; all are read before that.
+
+        KV cache groups may lie over each other, so that layers see the same bytes. Copies of all blocks, which in a
+        host's memory cost more to have than to fill, are held only if some block is both source and destination.
+        """
+        if set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist()):
+            at = self._indices(*pairs.T)
+            for layer in self._blocks:
+                copy_kv_entries(_indexable_kv_view(layer), *at)
+            return
+        sources, destinations = uploaded_for_search(pairs.T, self.device)
+        held = [layer.index_select(0, sources) for layer in self._blocks]
+        for layer, blocks in zip(self._blocks, held, strict=True):
+            layer.index_copy_(0, destinations, blocks)
+
+    def copy_parts(self, number: int, pairs: np.ndarray, parts: np.ndarray) -> None:
+        """Copy parts of blocks to others; no block is both source and destination.
+
+        Args:
+            number: Of their KV cache group, of which it is known how tokens lie in its blocks.
+            pairs: [copies, 2] int64 blocks.
+            parts: [copies, 2] int64, the first token of each, and where it ends. Some beside them may be copied, too.
+        """
+        (sources, destinations), split = pairs.T, dict[tuple[int, ...], list[tuple[slice, np.ndarray]]]()
+        for contents, places in self._tokens[number]:
+            if places not in split:  # which many layers have in common
+                split[places] = [*_kv_parts_of_places(places, *parts.T)]
+            for which_places, which in split[places]:
+                words = _indexable_kv_view(kv_in_words(contents[:, which_places]))
+                copy_kv_entries(words, *self._indices(sources[which], destinations[which]))
+
+    def tokens_of_block(self, number: int) -> int:
+        """How many the blocks of a KV cache group hold; 0 where it is not known how they lie there."""
+        return math.prod(self._tokens[number][0].places) if self._tokens[number] else 0
+
+    def read_tokens(self, number: int, slots: np.ndarray) -> list[Any]:
+        """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""
+        return [layer[at] for layer, at in self._token_layers(number, slots)]
+
+    def write_tokens(self, number: int, slots: np.ndarray, held: Sequence[Any]) -> None:
+        """Let these slots [n] hold what was read of as many others."""
+        for (layer, at), of_layer in zip(self._token_layers(number, slots), held, strict=True):
+            layer[at] = of_layer
+
+    def _token_layers(self, number: int, slots: np.ndarray) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """The layers of a KV cache group, and where slots are in each."""
+        at = dict[tuple[int, ...], tuple[Any, ...]]()
+        for contents, places in self._tokens[number]:
+            if places not in at:
+                at[places] = self._indices(*np.unravel_index(slots, (len(contents), *places)))
+            yield _indexable_kv_view(contents), at[places]
+
+    def _indices(self, *indices: np.ndarray) -> tuple[Any, ...]:
+        """What indexes layers, as numpy sees them on hosts."""
+        return indices if is_searched_on_host(self.device) else (*uploaded_together_for_search(indices, self.device),)
+
+    @property
+    def _block_runs(self) -> list[tuple[int, ...]]:
+        return [run for blocks in self._blocks for run in _kv_runs(blocks.unsqueeze(1))]
+
+    @cached_property
+    def block_segments(self) -> KVSegments:
+        """What a kernel must know to copy blocks."""
+        return KVSegments.of([self._block_runs], self.device)
+
+    @cached_property
+    def token_segments(self) -> KVSegments:
+        """What a kernel must know to copy tokens, which lie in their blocks one by one."""
+        assert all(len(places) == 1 for of_group in self._tokens for _, places in of_group)
+        of_groups = [[run for contents, _ in of_group for run in _kv_runs(contents)] for of_group in self._tokens]
+        return KVSegments.of(of_groups, self.device)
+
+    @cached_property
+    def tables_on_device(self) -> list[torch.Tensor]:
+        """[tables] each, what a kernel must know of them: pointers, entries from slot to slot, and block sizes."""
+        pointers = np.array([table.blocks.data_ptr() for table in self.tables], np.uint64)
+        strides = np.array([table.blocks.stride(0) for table in self.tables])
+        return uploaded_together_for_search([pointers, strides, self.block_sizes], self.device)
+
+    @cached_property
+    def are_apart(self) -> bool:
+        """Whether no byte of a block belongs to two layers, so that each layer may be copied when it likes."""
+        runs = sorted(self._block_runs)
+        for at, (pointer, stride, _, length) in enumerate(runs, start=1):
+            for other, other_stride, _, other_length in runs[at:]:
+                if other >= pointer + (len(self._blocks[0]) - 1) * stride + length:
+                    break
+                offset = (other - pointer) % stride
+                if other_stride != stride or offset < length or offset + other_length > stride:
+                    return False
+        return True
+
+
+def copy_kv_entries(held: Any, sources: Any, destinations: Any) -> None:
+    """Copy entries of `held` [n, ...] to others; none is both source and destination."""
+    if isinstance(held, torch.Tensor):
+        held[destinations] = held[sources]
+        return
+    if (entry_bytes := held[0].nbytes) > SMALL_BYTES:
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            held[destination] = held[source]  # with no copy in between, as there is of several
+        return
+    at_a_time = PIECE_BYTES // max(entry_bytes, 1)
+    for first in range(0, len(sources), at_a_time):
+        piece = slice(first, first + at_a_time)
+        held[destinations[piece]] = held[sources[piece]]
+
+
+def kv_in_words(held: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
+    """The same memory [*dims, ..., words]: behind the first dimensions in another order, and in larger words.
+
+    The last dimension is what lies in a row: copied much faster.
+    """
+    size, length, apart = held.element_size(), held.element_size(), list[tuple[int, int]]()
+    for stride, count in sorted(zip(held.stride()[num_dims:], held.shape[num_dims:], strict=True)):
+        if stride * size == length or count == 1:
+            length *= count
+        else:
+            apart.insert(0, (stride * size, count))
+    strides = [*(stride * size for stride in held.stride()[:num_dims]), *(stride for stride, _ in apart)]
+    offset = held.storage_offset() * size
+    word_bytes = math.gcd(8, length, offset, *strides)
+    shape = *held.shape[:num_dims], *(count for _, count in apart), length // word_bytes
+    words = torch.empty(0, dtype=WORDS[word_bytes], device=held.device)
+    return words.set_(held.untyped_storage(), offset // word_bytes, shape, [*(n // word_bytes for n in strides), 1])
+
+
+def _kv_runs(words: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """Of all that lies in a row in [blocks, tokens, ..., words]: pointer, bytes along two dimensions, and of itself."""
+    size, (of_block, of_token, *strides, _) = words.element_size(), words.stride()
+    apart = [range(0, stride * count, stride) for stride, count in zip(strides, words.shape[2:-1], strict=True)]
+    for offsets in itertools.product(*apart):
+        yield words.data_ptr() + sum(offsets) * size, of_block * size, of_token * size, words.shape[-1] * size
+
+
+def _distinct_kv_layers(layers: Iterable[ByToken]) -> list[ByToken]:
+    """Layers that share a cache see the same tokens."""
+    in_words = (ByToken(kv_in_words(contents, 1 + len(places)), places) for contents, places in layers)
+    return [*{_kv_place(layer.contents): layer for layer in in_words}.values()]
+
+
+def _distinct_kv_blocks(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Layers that share a cache see the same blocks. Where KV cache groups lie over each other, one view will do.
+
+    A block belongs to one group. If it is a single run of bytes, the longest run copies what any of the groups wrote.
+    """
+    distinct = dict[object, torch.Tensor]()
+    for blocks in layers:
+        place = _kv_place(blocks)
+        if place not in distinct or blocks.nbytes > distinct[place].nbytes:
+            distinct[place] = blocks
+    return [*distinct.values()]
+
+
+def _kv_place(words: torch.Tensor) -> tuple[object, ...]:
+    """Equal for what lies at the same place; of blocks that are a single run, for those that begin there."""
+    start = words.data_ptr(), words.stride(0) * words.element_size()
+    return start if words.dim() == 2 else (*start, words.dtype, words.shape, words.stride())
+
+
+def _kv_parts_of_places(
+    places: tuple[int, ...], first: np.ndarray, end: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Tokens `first` [copies] to `end` [copies] of blocks, and whatever lies at the same of the first places.
+
+    Yields:
+        A part of the first dimension of places, and [copies] bool of which blocks it is copied.
+    """
+    of_place, num_places = math.prod(places[1:]), places[0] + 1
+    keys = first // of_place * num_places - (-end // of_place)
+    for key in np.unique(keys).tolist():
+        yield slice(*divmod(key, num_places)), keys == key
+
+
+def _kv_block_view(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """[num_blocks, ...] view of a cache."""
+    if cache.shape[0] % num_blocks:
+        raise ValueError(f"a KV cache of shape {tuple(cache.shape)} does not consist of {num_blocks} blocks")
+    return torch.unflatten(cache, 0, (num_blocks, cache.shape[0] // num_blocks))
+
+
+def _indexable_kv_view(view: torch.Tensor) -> Any:
+    """The same memory, as numpy sees it where that is faster."""
+    return view.numpy() if is_searched_on_host(view.device) else view

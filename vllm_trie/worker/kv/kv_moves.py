@@ -1,0 +1,173 @@
+"""What moves in KV caches: plans that the host makes, and forks, whose parents a GPU alone knows.
+
+On GPUs `worker.kv.copies` carries them out; elsewhere the host looks at the parents, and torch and numpy do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import uploaded_for_search
+from vllm_trie.worker import launches
+from vllm_trie.worker.kv.kv_caches import KVCaches
+
+LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
+
+
+class KVPart(NamedTuple):
+    """Parts of blocks that are copied of one KV cache group; no block is both source and destination."""
+
+    number: int  # of the KV cache group
+    pairs: np.ndarray  # [copies, 2] int64 blocks, from where, and where to
+    tokens: np.ndarray  # [copies, 2] int64, the first one in the block that is copied, and where that ends
+
+
+class KVMoves(NamedTuple):
+    """Contents of blocks are copied, and on top of them those of single tokens; all are read before any is written."""
+
+    blocks: np.ndarray  # [copies, 2] int64, from where, and where to, in all layers
+    tokens: Sequence[np.ndarray] = ()  # by KV cache group: [2, tokens] int64 slots, likewise
+    parts: Sequence[KVPart] = ()  # of other blocks
+
+    @classmethod
+    def together(cls, plans: Sequence[KVMoves]) -> KVMoves:
+        """Those of several groups of rows, each for all KV cache groups."""
+        tokens = [np.hstack(of_number) for of_number in zip(*(plan.tokens for plan in plans), strict=True)]
+        return cls(np.concatenate([plan.blocks for plan in plans]), tokens)
+
+
+def move_kv(moves: KVMoves, kv: KVCaches) -> None:
+    """Carry out a plan."""
+    if launches.worker_runs_kernels_on(kv.device):
+        launches.worker_module_for_gpus("kv.copies").launch_kv_moves(moves, kv)
+    else:
+        move_kv_by_torch(moves, kv)
+
+
+def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
+    """The same without kernels of ours; on hosts numpy does it, which is faster there."""
+    moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
+    held = [(number, to, kv.read_tokens(number, from_)) for number, (from_, to) in moving]
+    kv.copy_blocks(moves.blocks)
+    for part in moves.parts:
+        kv.copy_parts(*part)
+    for of_group in held:
+        kv.write_tokens(*of_group)
+
+
+def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int]]) -> np.ndarray:
+    """[3, R] int64 what is known of rows before they are to continue others: see `KVFork`, the last count apart.
+
+    Args:
+        slots: [G, b] of the rows of equally wide groups; such groups come together.
+        num_common: [G] each, tokens that are the same in all histories of a group, the first ones.
+    """
+    rows, first = [np.empty((3, 0), np.int64)], 0
+    for of_groups, of_prompts in zip(slots, num_common, strict=True):
+        width, count = of_groups.shape[1], of_groups.size
+        firsts = np.arange(first, first + count, width)
+        rows.append(np.stack([of_groups.ravel(), firsts.repeat(width), np.repeat(of_prompts, width)]))
+        first += count
+    return np.concatenate(rows, axis=1)
+
+
+class KVFork(NamedTuple):
+    """R rows that continue the histories of rows of their own group, some their own; on the device.
+
+    A row that continues another is dead itself: no row is both source and destination, so the order of copies is free.
+    """
+
+    # [4, R] int64: slots, the first row of their group among the R, tokens that the histories of their group have in
+    # common, and tokens of each history
+    rows: torch.Tensor
+    parents: torch.Tensor  # [R] integers, which row of its group each continues
+    num_tokens_on_host: np.ndarray  # [R], the last of the counts
+
+    @classmethod
+    def of(
+        cls, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], device: torch.device
+    ) -> KVFork:
+        """Let rows continue rows of their own group.
+
+        Args:
+            rows: [3, R], see `kv_rows_of_groups`.
+            num_tokens: [R], of each history, all of them computed.
+            parents: [G, b] each, on the device, which row of its group each continues.
+            device: That.
+        """
+        of_rows = torch.cat([chosen.flatten() for chosen in parents]) if len(parents) > 1 else parents[0].flatten()
+        return cls(uploaded_for_search(np.vstack([rows, num_tokens]), device), of_rows, num_tokens)
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """[R] int64, the slots that they continue."""
+        slots, firsts, *_ = self.rows
+        return slots[firsts + self.parents]
+
+    def moving(self) -> np.ndarray:
+        """[4, rows] of those that continue another one: slots, those that they continue, and the two counts.
+
+        For where it costs nothing to look at the device.
+        """
+        slots, firsts, *counts = self.rows.cpu().numpy()
+        rows = np.stack([slots, slots[firsts + self.parents.cpu().numpy()], *counts])
+        return rows[:, rows[0] != rows[1]]
+
+
+def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
+    """Let each row continue the history of its source: its tokens, its full blocks, and what its tail blocks hold.
+
+    Args:
+        fork: Rows that continue themselves are left as they are.
+        tokens: [slots, length] int32, of each slot.
+        kv: Where blocks lie, and the tables of the rows.
+    """
+    if launches.worker_runs_kernels_on(kv.device):
+        launches.worker_module_for_gpus("kv.copies").launch_kv_fork(fork, tokens, kv)
+    elif (rows := fork.moving()).size:
+        copy_kv_histories(rows, tokens, kv)
+        move_kv(kv_moves_of_tails(rows, kv), kv)
+
+
+def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> None:
+    """Copy tokens, and full blocks of all tables, from the source of each of `KVFork.moving` rows.
+
+    What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
+    next ones by now, nobody reads generated tokens at all.
+    """
+    slots, sources = uploaded_for_search(rows[:2], kv.device)
+    num_common, num_tokens = rows[2:]
+    history = tokens[:, num_common.min() : num_tokens.max()]
+    history.index_copy_(0, slots, history.index_select(0, sources))
+    for table, block_size, _ in kv.tables:
+        num_full = num_tokens // block_size
+        full = table[:, : num_full.max()]
+        blocks = full.index_select(0, sources)
+        if num_full.min() < num_full.max():
+            is_full = np.arange(num_full.max()) < num_full[:, None]
+            blocks = blocks.where(uploaded_for_search(is_full, kv.device), full.index_select(0, slots))
+        full.index_copy_(0, slots, blocks)
+
+
+def kv_moves_of_tails(rows: np.ndarray, kv: KVCaches) -> KVMoves:
+    """What each source's partly filled tail blocks hold, into the row's own.
+
+    Of large blocks, as hosts and models with recurrent states have them, only what rows of a group do not have in
+    common.
+    """
+    whole, parts = [np.empty((0, 2), np.int64)], list[KVPart]()
+    for table, block_size, number in kv.tables:
+        slots, sources, num_common, num_tokens = rows[:, rows[3] % block_size > 0]
+        columns = num_tokens // block_size
+        at, of_tables = uploaded_for_search(np.stack([[sources, slots], [columns, columns]]), kv.device)
+        pairs = table[at, of_tables].cpu().numpy().astype(np.int64).T
+        if block_size >= LARGE_BLOCK and kv.tokens_of_block(number):
+            tokens = np.column_stack([num_common, num_tokens]) - (columns * block_size)[:, None]
+            parts.append(KVPart(number, pairs, tokens.clip(min=0)))
+        else:
+            whole.append(pairs)
+    return KVMoves(np.concatenate(whole), parts=parts)
