@@ -48,6 +48,7 @@ class Rows:
         self._runner = runner
         self._sampler = runner.sampler  # None on the earlier stages of a pipeline
         self.device = runner.device
+        self.all_tokens = runner.req_states.all_token_ids.gpu  # [slots, length] int32, and whatever lies behind them
         self.beside: TokenStates | None = None  # what lies by token beside the KV caches, if anything
 
     @cached_property
@@ -75,14 +76,9 @@ class Rows:
         """The runner's."""
         return self._runner.block_tables
 
-    @property
-    def all_tokens(self) -> torch.Tensor:
-        """[slots, length] int32, the tokens of every row, and whatever lies behind them."""
-        return self._runner.req_states.all_token_ids.gpu
-
     def tokens(self, slots: np.ndarray, start: int, end: int) -> torch.Tensor:
         """[..., end - start] int32, tokens of the rows in `slots`, of any shape."""
-        return self._runner.req_states.all_token_ids.gpu[self.upload(slots), start:end]
+        return self.all_tokens[self.upload(slots), start:end]
 
     def generated(
         self, groups: Sequence[GroupRows], num_tokens: np.ndarray
@@ -93,7 +89,7 @@ class Rows:
             int32 tokens on the device, where the rows [G, r] are in them, and [G] where what was generated begins.
             Where it saves copying, tokens of other rows, and of prompts, are among them.
         """
-        tokens, slots = self._runner.req_states.all_token_ids.gpu, np.array([group.slots for group in groups])
+        tokens, slots = self.all_tokens, np.array([group.slots for group in groups])
         starts = np.array([len(group.prompt) for group in groups])
         if is_searched_on_host(self.device):
             return tokens, slots, starts
@@ -138,7 +134,7 @@ class Rows:
         length = num_prompt + (0 if resumed is None else resumed.histories.shape[1])
         at = self.upload(slots)
         self._write_counts(slots, at, length, group.num_drafted)
-        tokens = states.all_token_ids.gpu
+        tokens = self.all_tokens
         tokens[at, :num_prompt] = tokens[first, :num_prompt]
         if resumed is not None:
             tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], torch.int32)
@@ -183,7 +179,7 @@ class Rows:
         """Write what the device alone knows of rows that have just fanned out: the first token of each."""
         states, at, length = self._runner.req_states, self.upload(group.slots), len(group.prompt)
         states.last_sampled_tokens[at, 0] = group.tokens
-        states.all_token_ids.gpu[at, length] = group.tokens.int()
+        self.all_tokens[at, length] = group.tokens.int()
         states.total_len.gpu.index_fill_(0, at, length + 1)  # where an assignment would wait for the device
         if is_controlled and self._sampler is not None:
             self._sampler.penalties_state.output_bin_counts[at, group.tokens] += 1
