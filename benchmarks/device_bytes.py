@@ -15,7 +15,7 @@ import torch
 LOOKS_UP = {"aten::gather", "aten::index", "aten::index_select"}  # as much as the result holds, in the first operand
 WRITES_WHERE = {"aten::index_fill_", "aten::index_put_"}  # parts of the first operand, and reads nothing of it
 OF_REORDER = {
-    "_reorder_kv_kernel",
+    "_fork_kv_kernel",
     "_reorder_counts_kernel",
 }  # what they copy is what rows hold, and they copy it where rows fork
 

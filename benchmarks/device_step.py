@@ -207,6 +207,8 @@ class DeviceStep:
             block_tables=SimpleNamespace(block_tables=[SimpleNamespace(gpu=self.table)], block_sizes=[BLOCK_SIZE]),
             kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=self.num_blocks),
             kv_caches=self.caches,
+            attn_groups=[[]],
+            speculator=None,
         )
 
     @property

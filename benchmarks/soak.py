@@ -199,7 +199,9 @@ class Soak:
 
     async def run(self, minutes: float) -> None:
         """Learn what is right, then let all clients loose."""
-        async with httpx.AsyncClient(base_url=self.server.url, timeout=600) as client:
+        # A server closes what has been idle for as long as httpx keeps it: large requests would meet that now and then.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.server.url, limits=limits, timeout=600) as client:
             await self._learn(client)
             start = time.monotonic()
             end = start + 60 * minutes

@@ -85,7 +85,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _other_tokens(*args: Any, take: Any = step.KernelStep.__call__) -> Any:
     taken = take(*args)
-    taken.words[:, taken.layout.ints[0]] += 1
+    taken.words[:, taken.layout.width] += 1
     return taken
 
 

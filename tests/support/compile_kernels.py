@@ -247,7 +247,7 @@ CASES: list[tuple[Any, ...]] = [
         for num_slots in (4, 64, 512, slots.MOST_SLOTS)
     ),
     (
-        copies._reorder_kv_kernel,
+        copies._fork_kv_kernel,
         {"rows": LONGS, "parents": LONGS, "num_rows": INT, "tokens": "*i32", "tokens_stride": INT} | TABLES | SEGMENTS,
         {"word": tl.int64, "tile_size": copies.COPY_TILE},
         4,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 LAUNCHED = {  # among others
     "ordinary": {"_gumbel_sample_kernel", "_combine_sampled_and_draft_tokens_kernel"},
-    "plain": {"_rank_rows_kernel", "_select_kernel", "_reorder_kv_kernel"},
+    "plain": {"_rank_rows_kernel", "_select_kernel", "_fork_kv_kernel"},
     "drafting": {
         *("_draft_nodes_kernel", "_place_draft_nodes_kernel", "_lay_out_forest_nodes_kernel", "_hold_kv_tokens_kernel"),
         "_combine_sampled_and_draft_tokens_kernel",

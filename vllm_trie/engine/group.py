@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -36,14 +37,11 @@ class BeamGroupForests:
 
     def __init__(self) -> None:
         self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
+        self.first_length = math.inf  # of beams from which the next step may be several
 
     def restart(self) -> None:
         """The search begins anew."""
         self.drafted_length = 0
-
-    def may_grow(self, length: int) -> bool:
-        """Whether the step from beams of this length may be several."""
-        return False
 
     def report(self, counts: GroupCounts) -> dict[str, Any]:
         """What the answer says of them."""
@@ -79,7 +77,7 @@ class BeamGroup:
         if self.plan.params.num_beam_groups > 1:
             search = self.plan.search  # without stops, and without items, none is done before the end
             return bool(search.stops.token_ids or search.stops.strings or search.items)
-        return self.forests.may_grow(self.planned_length)
+        return self.length + self.num_pending >= self.forests.first_length
 
     @property
     def planned_length(self) -> int:
@@ -137,7 +135,8 @@ class BeamGroup:
 
     def next_draw(self) -> tuple[int, int] | None:
         """What decides the draws of the next step to be scheduled, if there are any."""
-        return self.plan.draw(self.planned_length + 1)
+        length = self.planned_length + 1
+        return (self.plan.seed, length) if length <= self.plan.num_draws else None
 
     def advance(self, step: SearchStepResult) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over.

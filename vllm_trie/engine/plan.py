@@ -82,10 +82,6 @@ class GroupPlan:
             eos_score_factor=None if self.uncounted_eos is None else self._eos_score_factor(length),
         )
 
-    def draw(self, length: int) -> tuple[int, int] | None:
-        """What decides the draws of that step, if there are any."""
-        return (self.seed, length) if length <= self.num_draws else None
-
     def _num_beams(self, length: int) -> int | None:
         """How many beams of `length` tokens may go on, if not as many as there are rows."""
         if not (widths := self.params.beam_widths):

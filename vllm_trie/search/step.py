@@ -18,6 +18,7 @@ from vllm_trie.search.rank import search_topk
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules
 from vllm_trie.search.step_result import (
     PackedSearchStep,
+    SearchResultLayout,
     SearchStepResult,
     SearchTokenLogprobs,
     SearchTopLogprobs,
@@ -47,10 +48,15 @@ def take_search_step(
 
 
 def take_packed_search_step(
-    rules: SearchRules, logits: torch.Tensor, beams: SearchBeams, inputs: SearchInputs = PLAIN
+    rules: SearchRules,
+    logits: torch.Tensor,
+    beams: SearchBeams,
+    inputs: SearchInputs = PLAIN,
+    layout: SearchResultLayout | None = None,
 ) -> PackedSearchStep:
-    """Take one step, see `take_search_step`, and pack it for the host."""
-    return pack_search_step(take_search_step(rules, logits, beams, inputs), rules.layout(*logits.shape[1:]))
+    """Take one step, see `take_search_step`, and pack it for the host; `layout`: that of the rules, if it is known."""
+    step = take_search_step(rules, logits, beams, inputs)
+    return pack_search_step(step, layout or rules.layout(*logits.shape[1:]))
 
 
 def is_light_search_step(rules: SearchRules) -> bool:

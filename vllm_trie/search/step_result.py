@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Generic, NamedTuple
@@ -75,7 +77,8 @@ class SearchStepResult(NamedTuple, Generic[Array]):
         return int((np.asarray(self.scores) > NEVER).sum())
 
 
-class SearchResultLayout(NamedTuple):
+@dataclass(frozen=True)
+class SearchResultLayout:
     """How a step is packed: which columns each of its fields has, integers first, then floats.
 
     `SearchRules.layout` says it of a step that is to be taken.
@@ -92,26 +95,26 @@ class SearchResultLayout(NamedTuple):
     top_shape: tuple[int, int] | None = None
     has_rank_scores: bool = False
 
-    @property
-    def ints(self) -> list[int]:
+    @cached_property
+    def ints(self) -> list[slice]:
         """Columns of each field of integers."""
-        return [self.width, self.width, self.num_finished, self.num_finished, *self._reported]
+        return _columns_from(0, [self.width, self.width, self.num_finished, self.num_finished, *self._reported])
 
-    @property
-    def floats(self) -> list[int]:
+    @cached_property
+    def floats(self) -> list[slice]:
         """Columns of each field of floats."""
         sides = [self.width, self.num_finished]
-        return [*sides, *self._reported, *(sides if self.has_rank_scores else ())]
+        return _columns_from(self.num_ints, [*sides, *self._reported, *(sides if self.has_rank_scores else ())])
 
     @property
     def num_ints(self) -> int:
         """Columns of all integers: floats follow them."""
-        return sum(self.ints)
+        return self.ints[-1].stop
 
     @property
     def num_words(self) -> int:
         """Columns of all fields."""
-        return sum(self.ints) + sum(self.floats)
+        return self.floats[-1].stop
 
     @property
     def _reported(self) -> list[int]:
@@ -143,7 +146,8 @@ def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultL
         floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
     floats += rank_scores or ()
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
-    return PackedSearchStep(NextSearchBeams.of(step), words, layout._replace(has_rank_scores=rank_scores is not None))
+    layout = layout if rank_scores is None else replace(layout, has_rank_scores=True)
+    return PackedSearchStep(NextSearchBeams.of(step), words, layout)
 
 
 def _filled_up(field: torch.Tensor, num_missing: int) -> torch.Tensor:
@@ -153,8 +157,9 @@ def _filled_up(field: torch.Tensor, num_missing: int) -> torch.Tensor:
 
 def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[SearchStepResult[np.ndarray]]:
     """The step of each group that `pack_search_step` has packed; `finished` without what does not finish."""
-    parents, tokens, ended_by, ended_in, *reported = _split_search_fields(array, layout.ints)
-    scores, ended_with, *logprobs = _split_search_fields(array[:, sum(layout.ints) :].view(np.float32), layout.floats)
+    parents, tokens, ended_by, ended_in, *reported = [array[:, columns] for columns in layout.ints]
+    array = array.view(np.float32)
+    scores, ended_with, *logprobs = [array[:, columns] for columns in layout.floats]
     ends = ended_with > NEVER
     steps = []
     for at, is_ending in enumerate(map(any, ends.tolist())):
@@ -175,5 +180,6 @@ def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[S
     return steps
 
 
-def _split_search_fields(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    return [array[:, end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+def _columns_from(first: int, sizes: list[int]) -> list[slice]:
+    """Of fields of so many columns, one after the other."""
+    return [slice(first + end - size, first + end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

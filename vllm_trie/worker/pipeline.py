@@ -40,7 +40,7 @@ class PipelineStages:
             return
         beams_of: dict[str, torch.Tensor] = {}
         for selected in step.selected:
-            num_beams = selected.layout.ints[0]
+            num_beams = selected.layout.width
             beams_of |= dict(zip(selected.group_ids, selected.packed[:, : 2 * num_beams].unbind(), strict=True))
         beams = torch.cat([beams_of[group_id] for group_id in step.selecting])
         self._broadcast(beams)

@@ -47,6 +47,6 @@ def test_a_step_without_beams_meets_few_functions_and_one_with_beams_few_files()
     assert num_functions <= 15
     assert num_calls <= 30
     num_files, num_functions, num_calls = found["beams"]
-    assert 10 < num_files <= 34
-    assert num_functions <= 140
-    assert num_calls < 195
+    assert 10 < num_files <= 33
+    assert num_functions <= 137
+    assert num_calls < 185

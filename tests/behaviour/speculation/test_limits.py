@@ -58,7 +58,8 @@ class Watch:
             output = schedule(*args)
             for group_id, step in group_step_messages(output).items():
                 group = scheduler.groups[group_id]
-                if step.decodes and step.selects and group.forests.may_grow(group.length) and group.num_steps_left > 1:
+                may_grow = group.length >= group.forests.first_length and group.num_steps_left > 1
+                if step.decodes and step.selects and may_grow:
                     self.budgets.append((group.plan.width, step.budget))
             self.least_free = min(self.least_free, manager.block_pool.get_num_free_blocks())
             return output

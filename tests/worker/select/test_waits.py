@@ -91,7 +91,7 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
         step.select(np.array([26, 27]))
     assert selected.group_ids == [*step.groups]
     assert (selected.packed.device.type, len(selected.packed)) == ("meta", 2)
-    assert launches["_reorder_kv_kernel"].count == 2
+    assert launches["_fork_kv_kernel"].count == 2
     assert counter.waits == 0
 
 

@@ -121,7 +121,7 @@ def warmed() -> dict[str, set[object]]:
 def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -> None:
     assert warmed.keys() >= {
         "_select_next_kernel",
-        "_reorder_kv_kernel",
+        "_fork_kv_kernel",
         "_attend_to_shared_kernel",
         "_attend_to_own_kernel",
     }
@@ -243,7 +243,7 @@ def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, L
     runner = runner_with({})
     runner.sampler, runner.speculation = None, RunnerSpeculation()  # pipelines do not speculate
     warm_up_at_startup(runner)
-    assert noted["_reorder_kv_kernel"].count > noted["_tile_max_kernel"].count == 0
+    assert noted["_fork_kv_kernel"].count > noted["_tile_max_kernel"].count == 0
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)

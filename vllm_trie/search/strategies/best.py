@@ -62,7 +62,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         stops, width, most = rules.stops, rules.width, num_rows * vocab_size
         num_going, num_stops = min(rules.num_beams or width, most), len(stops.ending_token_ids)
         may_complete = bool(stops.strings) and not stops.are_barred
-        if rules.are_sparse or self.semantics == "hf":
+        if self.semantics == "hf" or rules.are_sparse:
             return SearchSizes(width, num_going, num_rows)
         if self.semantics == "tridecode":
             return SearchSizes(width, min(num_going + width, most), num_rows)
@@ -119,7 +119,8 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         Args:
             count: As many as may finish, or more.
         """
-        best = SearchCandidates(*(field[:, :count] for field in candidates))
+        parents, tokens, scores = candidates
+        best = SearchCandidates(parents[:, :count], tokens[:, :count], scores[:, :count])
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
             return search_candidates_ended(rules, best, stops[:, :count])
         # or before the b-th that goes on; source: the trie paper's published code

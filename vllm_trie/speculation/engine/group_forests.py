@@ -26,19 +26,17 @@ class GroupForests(BeamGroupForests):
         self.most_drafts = params.draft_width  # of one layer, if the request says so
         self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
         self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, where it decides how large forests are
-        self._first_length = params.sample_first
+        self._first_length = params.sample_first  # at first
         self.restart()
 
     def restart(self) -> None:
         super().restart()
-        self._rested_at = self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
-
-    def may_grow(self, length: int) -> bool:
-        return length >= max(self._first_length, self._rested_at)
+        self.first_length = self._first_length
+        self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
 
     def report(self, counts: GroupCounts) -> dict[str, Any]:
         return counts.as_dict()
 
     def rest(self, length: int, num_steps: int) -> None:
         """From beams of this length take so many plain steps before the next forest."""
-        self._rested_at, self.num_rested = length + num_steps, num_steps
+        self.first_length, self.num_rested = max(self._first_length, length + num_steps), num_steps

@@ -42,7 +42,7 @@ class KernelReport:
 
     def __init__(self, layout: SearchResultLayout, vocab_size: int) -> None:
         assert layout.top_shape is not None
-        (self._num_rows, num_tops), (width, count) = layout.top_shape, layout[:2]
+        (self._num_rows, num_tops), width, count = layout.top_shape, layout.width, layout.num_finished
         most = max(num_tops, 1)
         self._kept = next(kept for kept in REPORTED if kept >= most)
         self._rank_rows = KernelRowRanking(Wanted(most, self._kept), vocab_size)

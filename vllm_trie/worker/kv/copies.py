@@ -29,7 +29,7 @@ def launch_kv_fork(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
     has_tails = (fork.num_tokens_on_host[:, None] % kv.block_sizes).any()
     num_workers = _kv_copy_workers(num_rows * num_tables, segments) if has_tails else 0
     of_rows = fork.rows, fork.parents, num_rows, tokens, tokens.stride(0), *kv.tables_on_device, num_tables, num_workers
-    _reorder_kv_kernel[num_rows, 1 + num_tables * (1 + num_workers)](
+    _fork_kv_kernel[num_rows, 1 + num_tables * (1 + num_workers)](
         *of_rows,
         segments.pointers,
         segments.of_block,
@@ -149,7 +149,7 @@ def _kv_piece_in_kernel(piece, pointers, of_block, words, num_tiles, word: tl.co
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_workers"], do_not_specialize_on_alignment=["rows", "parents"])
-def _reorder_kv_kernel(
+def _fork_kv_kernel(
     rows, parents, num_rows, tokens, tokens_stride, table_pointers, table_strides, block_sizes, num_tables, num_workers,
     pointers, of_block, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip

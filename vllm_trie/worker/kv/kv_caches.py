@@ -69,6 +69,32 @@ class KVSegments(NamedTuple):
         return cls._make([*on_device, starts, len(found) * num_tiles, num_tiles, int(words.sum()), word_bytes])
 
 
+class _KVLayer(NamedTuple):
+    """What a layer holds by token, as numpy sees it on hosts, and torch elsewhere."""
+
+    contents: Any  # [blocks, *places, ..., words]
+    places: tuple[int, ...]
+    in_order: Any  # the same [blocks, ..., words], by falling strides
+    before: tuple[slice, ...]  # its dimensions before the first of the places
+    are_runs: bool  # places that follow one another are a longer row of words
+
+    @classmethod
+    def of(cls, layer: ByToken, is_on_host: bool) -> _KVLayer:
+        """Of contents in words."""
+        contents, places = layer
+        axes = sorted(range(1, contents.dim() - 1), key=contents.stride, reverse=True)
+        in_order, axis = contents.permute(0, *axes, -1), 1 + axes.index(1)
+        are_runs = axis == contents.dim() - 2 and in_order.stride(axis) == in_order.shape[-1]
+        if is_on_host:
+            return cls(contents.numpy(), places, in_order.numpy(), (slice(None),) * axis, are_runs)
+        return cls(contents, places, in_order, (slice(None),) * axis, are_runs)
+
+    def part(self, which: slice) -> Any:
+        """[blocks, ..., words] of some of the first places."""
+        part = self.in_order[(*self.before, which)]
+        return part.reshape(*part.shape[:-2], -1) if self.are_runs else part  # which copies nothing
+
+
 class KVCaches:
     """vLLM's KV caches, seen block by block and token by token, whatever their layout, and the tables of their blocks.
 
@@ -89,6 +115,9 @@ class KVCaches:
         self._blocks = _distinct_kv_blocks(kv_in_words(_kv_block_view(cache, num_blocks)) for cache in kv_caches)
         self._tokens = [_distinct_kv_layers(of_group) for of_group in by_token]
         self.tables, self.device = tables, self._blocks[0].device
+        self._is_on_host = is_searched_on_host(self.device)
+        self._indexable_blocks = [blocks.numpy() if self._is_on_host else blocks for blocks in self._blocks]
+        self._layers = [[_KVLayer.of(layer, self._is_on_host) for layer in of_group] for of_group in self._tokens]
         self.block_sizes = np.array([table.block_size for table in tables])
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
@@ -99,8 +128,8 @@ class KVCaches:
         """
         if set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist()):
             at = self._indices(*pairs.T)
-            for layer in self._blocks:
-                copy_kv_entries(_indexable_kv_view(layer), *at)
+            for layer in self._indexable_blocks:
+                copy_kv_entries(layer, *at)
             return
         sources, destinations = uploaded_for_search(pairs.T, self.device)
         held = [layer.index_select(0, sources) for layer in self._blocks]
@@ -115,13 +144,15 @@ class KVCaches:
             pairs: [copies, 2] int64 blocks.
             parts: [copies, 2] int64, the first token of each, and where it ends. Some beside them may be copied, too.
         """
-        (sources, destinations), split = pairs.T, dict[tuple[int, ...], list[tuple[slice, np.ndarray]]]()
-        for contents, places in self._tokens[number]:
-            if places not in split:  # which many layers have in common
-                split[places] = [*_kv_parts_of_places(places, *parts.T)]
-            for which_places, which in split[places]:
-                words = _indexable_kv_view(kv_in_words(contents[:, which_places]))
-                copy_kv_entries(words, *self._indices(sources[which], destinations[which]))
+        split = dict[tuple[int, ...], list[tuple[slice, tuple[Any, ...]]]]()
+        for layer in self._layers[number]:
+            if layer.places not in split:  # which many layers have in common
+                split[layer.places] = [
+                    (which_places, self._indices(*pairs[which].T))
+                    for which_places, which in _kv_parts_of_places(layer.places, *parts.T)
+                ]
+            for which_places, at in split[layer.places]:
+                copy_kv_entries(layer.part(which_places), *at)
 
     def tokens_of_block(self, number: int) -> int:
         """How many the blocks of a KV cache group hold; 0 where it is not known how they lie there."""
@@ -129,24 +160,24 @@ class KVCaches:
 
     def read_tokens(self, number: int, slots: np.ndarray) -> list[Any]:
         """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""
-        return [layer[at] for layer, at in self._token_layers(number, slots)]
+        return [contents[at] for contents, at in self._token_contents(number, slots)]
 
     def write_tokens(self, number: int, slots: np.ndarray, held: Sequence[Any]) -> None:
         """Let these slots [n] hold what was read of as many others."""
-        for (layer, at), of_layer in zip(self._token_layers(number, slots), held, strict=True):
-            layer[at] = of_layer
+        for (contents, at), of_layer in zip(self._token_contents(number, slots), held, strict=True):
+            contents[at] = of_layer
 
-    def _token_layers(self, number: int, slots: np.ndarray) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """The layers of a KV cache group, and where slots are in each."""
+    def _token_contents(self, number: int, slots: np.ndarray) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """What each layer of a KV cache group holds, and where slots are in it."""
         at = dict[tuple[int, ...], tuple[Any, ...]]()
-        for contents, places in self._tokens[number]:
+        for contents, places, *_ in self._layers[number]:
             if places not in at:
                 at[places] = self._indices(*np.unravel_index(slots, (len(contents), *places)))
-            yield _indexable_kv_view(contents), at[places]
+            yield contents, at[places]
 
     def _indices(self, *indices: np.ndarray) -> tuple[Any, ...]:
         """What indexes layers, as numpy sees them on hosts."""
-        return indices if is_searched_on_host(self.device) else (*uploaded_together_for_search(indices, self.device),)
+        return indices if self._is_on_host else (*uploaded_together_for_search(indices, self.device),)
 
     @property
     def _block_runs(self) -> list[tuple[int, ...]]:
@@ -271,8 +302,3 @@ def _kv_block_view(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if cache.shape[0] % num_blocks:
         raise ValueError(f"a KV cache of shape {tuple(cache.shape)} does not consist of {num_blocks} blocks")
     return torch.unflatten(cache, 0, (num_blocks, cache.shape[0] // num_blocks))
-
-
-def _indexable_kv_view(view: torch.Tensor) -> Any:
-    """The same memory, as numpy sees it where that is faster."""
-    return view.numpy() if is_searched_on_host(view.device) else view

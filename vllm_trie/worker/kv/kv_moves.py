@@ -52,7 +52,8 @@ def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
     """The same without kernels of ours; on hosts numpy does it, which is faster there."""
     moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
     held = [(number, to, kv.read_tokens(number, from_)) for number, (from_, to) in moving]
-    kv.copy_blocks(moves.blocks)
+    if len(moves.blocks):
+        kv.copy_blocks(moves.blocks)
     for part in moves.parts:
         kv.copy_parts(*part)
     for of_group in held:
@@ -130,7 +131,7 @@ def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
         launches.worker_module_for_gpus("kv.copies").launch_kv_fork(fork, tokens, kv)
     elif (rows := fork.moving()).size:
         copy_kv_histories(rows, tokens, kv)
-        move_kv(kv_moves_of_tails(rows, kv), kv)
+        move_kv_by_torch(kv_moves_of_tails(rows, kv), kv)
 
 
 def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
 from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step_result import SearchResultLayout
 from vllm_trie.worker.kv.kv_moves import kv_rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
@@ -52,6 +53,7 @@ class SelectionCohort:
         places: [G, r], of these in the batch.
         index: [G, r], which of the batch's logits are those of the rows.
         device: Of the logits.
+        layouts: By the size of the vocabulary, how a step is packed that torch takes.
         plans: By the sizes of a step, once kernels have been asked for it: what they know of the rows' logits, but for
             their values, and what takes the step; None where torch does.
     """
@@ -65,7 +67,14 @@ class SelectionCohort:
     places: np.ndarray
     index: np.ndarray
     device: torch.device
+    layouts: dict[int, SearchResultLayout] = field(default_factory=dict)
     plans: dict[KernelStepSizes, tuple[KernelLogits, TakeStep | None]] = field(default_factory=dict)
+
+    def layout(self, vocab_size: int) -> SearchResultLayout:
+        """How a step is packed, as the rules say."""
+        if vocab_size not in self.layouts:
+            self.layouts[vocab_size] = self.rules.layout(self.places.shape[1], vocab_size)
+        return self.layouts[vocab_size]
 
     @cached_property
     def which(self) -> slice | torch.Tensor:

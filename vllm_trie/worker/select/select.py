@@ -161,7 +161,8 @@ class Selector:
         """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
         rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
         if not launches.worker_runs_kernels_on(values.device):
-            step = take_packed_search_step(rules, values[which].view(*cohort.places.shape, -1), beams, inputs)
+            of_rows = values[which].view(*cohort.places.shape, -1)
+            step = take_packed_search_step(rules, of_rows, beams, inputs, cohort.layout(values.shape[1]))
             sampled[cohort.on_device[1], 0] = step.going.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
