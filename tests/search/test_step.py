@@ -201,6 +201,15 @@ def test_step_decides_what_its_rules_say(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("factor", [None, (2, 0.5)])
+def test_more_beams_than_tokens(semantics: str, is_last: bool, factor: tuple[int, float] | None) -> None:
+    strategy = BestStrategy(semantics, factor if semantics == "vllm" else None)
+    rules = rules_of(7, semantics, (0,), is_last=is_last, strategy=strategy)
+    check(Case(rules, torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(2, 1), None))
+
+
 @pytest.mark.parametrize("stops", [(5, 17), tuple(range(5, 300))], ids=["two stops", "many"])
 @pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

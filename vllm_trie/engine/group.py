@@ -77,7 +77,7 @@ class BeamGroup:
         if self.plan.params.num_beam_groups > 1:
             search = self.plan.search  # without stops, and without items, none is done before the end
             return bool(search.stops.token_ids or search.stops.strings or search.items)
-        return self.length + self.num_pending >= self.forests.first_length
+        return self.planned_length >= self.forests.first_length
 
     @property
     def planned_length(self) -> int:

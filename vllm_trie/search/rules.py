@@ -91,7 +91,7 @@ class SearchStrategy:
         """The same in steps of one phase."""
         return self
 
-    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+    def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
         """How much is decided of a group: no more finishes than there are slots, unless a strategy says so."""
         return SearchSizes(rules.width, rules.width, num_rows)
 
@@ -139,7 +139,7 @@ class SearchRules(NamedTuple):
 
     def layout(self, num_rows: int, vocab_size: int) -> SearchResultLayout:
         """How a step is packed, whatever takes it: of groups with r rows, from a vocabulary of V tokens."""
-        num_beams, num_finished, num_reporting = self.strategy.sizes(self, num_rows, vocab_size)
+        num_beams, num_finished, num_reporting = self.strategy.sizes(self, num_rows)
         if (num_tops := self.num_logprobs) is None:
             return SearchResultLayout(num_beams, num_finished)
         num_tops = vocab_size if num_tops < 0 else min(num_tops, vocab_size)

@@ -147,12 +147,13 @@ def test_the_next_turn_finds_in_the_prefix_cache_what_the_head_goes_on_from(
 
 def leave_out_copies_of_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = engine.runner.rows.kv
-    monkeypatch.setattr(kv, "_blocks", kv._blocks[:-1])
+    for views in ("_blocks", "_indexable_blocks"):
+        monkeypatch.setattr(kv, views, getattr(kv, views)[:-1])
 
 
 def leave_accepted_tokens_where_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = engine.runner.rows.kv
-    monkeypatch.setattr(kv, "_tokens", [kv._tokens[0][:-1], *kv._tokens[1:]])
+    monkeypatch.setattr(kv, "_layers", [kv._layers[0][:-1], *kv._layers[1:]])
 
 
 def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

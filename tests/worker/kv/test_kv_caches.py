@@ -83,6 +83,17 @@ def test_of_each_block_the_part_that_it_needs_is_copied() -> None:
     assert torch.equal(cache, expected)
 
 
+def test_where_tokens_lie_in_tiles_whole_tiles_are_copied_and_no_kernel_moves_tokens() -> None:
+    cache = torch.randn(10, NUM_HEADS, 8, HEAD_SIZE, 4)
+    kv = KVCaches([cache], 10, [[ByToken(cache.permute(0, 2, 4, 1, 3), (8, 4))]])
+    expected = cache.clone()
+    expected[4, :, 1:3], expected[5, :, 2:] = cache[3, :, 1:3], cache[1, :, 2:]
+    kv.copy_parts(0, np.array([[3, 4], [1, 5]]), np.array([[5, 12], [10, 29]]))
+    assert torch.equal(cache, expected)
+    with pytest.raises(AssertionError, match="tiles"):
+        _ = kv.token_segments
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1), (0, 2, 3, 1)])
 @pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
 def test_entries_are_seen_as_words(order: tuple[int, ...], part: slice) -> None:

@@ -57,16 +57,16 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         return self._replace(eos_score_factor=phase.eos_score_factor)
 
-    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+    def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
         """See `SearchStrategy`."""
-        stops, width, most = rules.stops, rules.width, num_rows * vocab_size
-        num_going, num_stops = min(rules.num_beams or width, most), len(stops.ending_token_ids)
+        stops, width = rules.stops, rules.width
+        num_going, num_stops = rules.num_beams or width, len(stops.ending_token_ids)
         may_complete = bool(stops.strings) and not stops.are_barred
         if self.semantics == "hf" or rules.are_sparse:
             return SearchSizes(width, num_going, num_rows)
         if self.semantics == "tridecode":
-            return SearchSizes(width, min(num_going + width, most), num_rows)
-        num_stopping = min(num_rows * 2 * width if may_complete else min(width, num_rows * num_stops), most)
+            return SearchSizes(width, num_going + width, num_rows)
+        num_stopping = num_rows * 2 * width if may_complete else min(width, num_rows * num_stops)
         return SearchSizes(width, num_stopping + (num_going if rules.is_last else 0), num_rows)
 
     def choose(
@@ -93,7 +93,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
                 break
             count *= 2  # too many complete a stop string, too few would go on
         if self.semantics != "vllm":
-            num_finished = self.sizes(rules, num_rows, vocab_size).num_finished
+            num_finished = self.sizes(rules, num_rows).num_finished
             finished = self._finished(rules, candidates, stops, num_finished)
         else:
             finished = search_part_on_demand("strategies.own_stops:own_strategy_stops")(
@@ -119,16 +119,16 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         Args:
             count: As many as may finish, or more.
         """
-        parents, tokens, scores = candidates
-        best = SearchCandidates(parents[:, :count], tokens[:, :count], scores[:, :count])
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
+            parents, tokens, scores = candidates
+            best = SearchCandidates(parents[:, :count], tokens[:, :count], scores[:, :count])
             return search_candidates_ended(rules, best, stops[:, :count])
         # or before the b-th that goes on; source: the trie paper's published code
         may_end = (~stops).cumsum(dim=1) + stops.int() <= (rules.num_beams or rules.width)
         if len(rules.stops.ending_token_ids) > 1 or rules.stops.strings:  # a pool has no use for more than b that stop
             may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
             return first_search_candidates(search_candidates_ended(rules, candidates, stops, may_end), may_end, count)
-        return search_candidates_ended(rules, best, stops[:, :count], may_end[:, :count])
+        return search_candidates_ended(rules, candidates, stops, may_end)
 
     def _ranked(
         self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, count: int

@@ -49,9 +49,9 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
 
     scales_logits = False  # the temperature divides what beams are drawn by
 
-    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+    def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
         """See `SearchStrategy`."""
-        sizes = super().sizes(rules, num_rows, vocab_size)
+        sizes = super().sizes(rules, num_rows)
         return sizes._replace(num_beams=1) if self.keeps_one else sizes
 
     def choose(

@@ -39,10 +39,10 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         return self._replace(done=phase.done)
 
-    def sizes(self, rules: SearchRules, num_rows: int, vocab_size: int) -> SearchSizes:
+    def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
         """See `SearchStrategy`."""
         width = rules.width // self.number
-        of_group = BestStrategy().sizes(rules._replace(width=width), min(num_rows, width), vocab_size)
+        of_group = BestStrategy().sizes(rules._replace(width=width), min(num_rows, width))
         return SearchSizes(rules.width, self.number * of_group.num_finished, rules.width)
 
     def choose(

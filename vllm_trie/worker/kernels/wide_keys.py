@@ -39,7 +39,7 @@ class AmongBest(NamedTuple):
     """What ends is left out unless few tokens of its row are better.
 
     Args:
-        stops: All that ends: each is looked at, so they are few. None: nothing is left out.
+        stops: All that ends: each is looked at, so they are few. Without any, nothing is left out.
         most: Fewer tokens than this are better.
     """
 

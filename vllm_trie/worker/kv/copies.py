@@ -41,7 +41,8 @@ def launch_kv_fork(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
 
 
 def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
-    """See `kv_moves.move_kv`; on GPUs a plan has no parts."""
+    """See `kv_moves.move_kv`."""
+    assert not moves.parts, "parts are copied on hosts alone"
     moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
     if moving:
         fields = np.concatenate([_kv_token_moves(kv, *of_number) for of_number in moving])
@@ -50,9 +51,8 @@ def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
         held = torch.empty(len(fields) * kv.token_segments.total_words, dtype=words, device=kv.device)
         _launch_kv_tokens(on_device, held, kv.token_segments, is_read=True)
     if len(moves.blocks):
-        ordered, num_alone = kv_copies_in_order(moves.blocks)
-        if kv.are_apart or num_alone == len(ordered):
-            _launch_kv_blocks(ordered, num_alone, kv.block_segments)
+        if kv.are_apart:
+            _launch_kv_blocks(*kv_copies_in_order(moves.blocks), kv.block_segments)
         else:
             kv.copy_blocks(moves.blocks)
     if moving:

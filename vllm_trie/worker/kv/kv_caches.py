@@ -191,7 +191,7 @@ class KVCaches:
     @cached_property
     def token_segments(self) -> KVSegments:
         """What a kernel must know to copy tokens, which lie in their blocks one by one."""
-        assert all(len(places) == 1 for of_group in self._tokens for _, places in of_group)
+        assert all(len(places) == 1 for of_group in self._tokens for _, places in of_group), "tokens lie in tiles"
         of_groups = [[run for contents, _ in of_group for run in _kv_runs(contents)] for of_group in self._tokens]
         return KVSegments.of(of_groups, self.device)
 

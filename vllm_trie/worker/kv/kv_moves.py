@@ -27,7 +27,7 @@ class KVPart(NamedTuple):
 
 
 class KVMoves(NamedTuple):
-    """Contents of blocks are copied, and on top of them those of single tokens; all are read before any is written."""
+    """Contents of blocks are copied, and on top of them those of tokens: these are read before any is written."""
 
     blocks: np.ndarray  # [copies, 2] int64, from where, and where to, in all layers
     tokens: Sequence[np.ndarray] = ()  # by KV cache group: [2, tokens] int64 slots, likewise
@@ -37,7 +37,8 @@ class KVMoves(NamedTuple):
     def together(cls, plans: Sequence[KVMoves]) -> KVMoves:
         """Those of several groups of rows, each for all KV cache groups."""
         tokens = [np.hstack(of_number) for of_number in zip(*(plan.tokens for plan in plans), strict=True)]
-        return cls(np.concatenate([plan.blocks for plan in plans]), tokens)
+        parts = [part for plan in plans for part in plan.parts]
+        return cls(np.concatenate([plan.blocks for plan in plans]), tokens, parts)
 
 
 def move_kv(moves: KVMoves, kv: KVCaches) -> None:
@@ -49,7 +50,7 @@ def move_kv(moves: KVMoves, kv: KVCaches) -> None:
 
 
 def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
-    """The same without kernels of ours; on hosts numpy does it, which is faster there."""
+    """The same without kernels of ours: on hosts by numpy, which is faster there, on GPUs what kernels must equal."""
     moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
     held = [(number, to, kv.read_tokens(number, from_)) for number, (from_, to) in moving]
     if len(moves.blocks):

@@ -9,7 +9,7 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import take_packed_search_step
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
@@ -46,18 +46,20 @@ class SelectionStepByTorch(TakeStep):
         rules: By which.
         inputs: What else it takes.
         which: Those of the rows among all logits.
+        layout: How it is packed.
     """
 
     rules: SearchRules
     inputs: SearchInputs
     which: slice | torch.Tensor
+    layout: SearchResultLayout
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
         of_rows = logits.values[self.which].view(*beams.scores.shape, -1)
-        taken = take_packed_search_step(self.rules, of_rows, beams, self.inputs)
+        taken = take_packed_search_step(self.rules, of_rows, beams, self.inputs, self.layout)
         sampled[:, 0].index_copy_(0, places, newest_selected_tokens(taken.going, beams))
         return taken
 

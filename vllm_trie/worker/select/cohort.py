@@ -53,7 +53,6 @@ class SelectionCohort:
         places: [G, r], of these in the batch.
         index: [G, r], which of the batch's logits are those of the rows.
         device: Of the logits.
-        layouts: By the size of the vocabulary, how a step is packed that torch takes.
         plans: By the sizes of a step, once kernels have been asked for it: what they know of the rows' logits, but for
             their values, and what takes the step; None where torch does.
     """
@@ -67,14 +66,14 @@ class SelectionCohort:
     places: np.ndarray
     index: np.ndarray
     device: torch.device
-    layouts: dict[int, SearchResultLayout] = field(default_factory=dict)
     plans: dict[KernelStepSizes, tuple[KernelLogits, TakeStep | None]] = field(default_factory=dict)
+    _layout: SearchResultLayout | None = None
 
     def layout(self, vocab_size: int) -> SearchResultLayout:
-        """How a step is packed, as the rules say."""
-        if vocab_size not in self.layouts:
-            self.layouts[vocab_size] = self.rules.layout(self.places.shape[1], vocab_size)
-        return self.layouts[vocab_size]
+        """How a step is packed, as the rules say; a model has one vocabulary."""
+        if self._layout is None:
+            self._layout = self.rules.layout(self.places.shape[1], vocab_size)
+        return self._layout
 
     @cached_property
     def which(self) -> slice | torch.Tensor:

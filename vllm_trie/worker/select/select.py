@@ -168,11 +168,12 @@ class Selector:
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams)
         if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):
-            take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None))
+            take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None), cohort.layout(values.shape[1]))
             if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
                 sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
                 return taken
-        return (take or kernels.SelectionStepByTorch(rules, inputs, which))(logits_of, beams, places, sampled)
+        take_rows = take or kernels.SelectionStepByTorch(rules, inputs, which, cohort.layout(values.shape[1]))
+        return take_rows(logits_of, beams, places, sampled)
 
     def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
         """[G * r, V] logits of the rows of a cohort, processed."""
