@@ -22,7 +22,7 @@ from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import VLLMPatchError
 from vllm_trie.compat.sources import VLLMSources, installed_vllm
-from vllm_trie.selection import has_beams, why_without_beams
+from vllm_trie.supported_engines import has_beams, why_without_beams
 
 pytestmark = pytest.mark.slow
 
@@ -278,7 +278,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
 CONFIGURE_EACH = f"""
 import json
 from vllm.engine.arg_utils import EngineArgs
-from vllm_trie.selection import refuse_engine_without_beams
+from vllm_trie.supported_engines import refuse_engine_without_beams
 for options in OPTIONS["engines"]:
     try:
         config = EngineArgs({str(TRAINED_TARGET)!r}, **options).create_engine_config()

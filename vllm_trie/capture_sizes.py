@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_trie.selection import plugin_config_of
+from vllm_trie.supported_engines import plugin_config_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -27,7 +27,8 @@ from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify_vllm
 from vllm_trie.compat.patch import VLLMPatch, wrap_vllm
 from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.options import PLUGIN_NAME, EngineOptions
-from vllm_trie.selection import (
+from vllm_trie.speculative_config import DRAFT_VOCABULARY, speculative_config_drafter
+from vllm_trie.supported_engines import (
     ASYNC_SCHEDULER,
     SCHEDULER,
     has_beams,
@@ -37,7 +38,6 @@ from vllm_trie.selection import (
     refuse_engine_without_beams,
     why_model_without_beams,
 )
-from vllm_trie.speculative_config import DRAFT_VOCABULARY, speculative_config_drafter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

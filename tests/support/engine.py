@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import inspect_models_here
 from tests.support.rows import WatchedRows
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"

@@ -16,9 +16,9 @@ from tests.support.engine import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engin
 from tests.support.reference import NEAR_TIE
 from tests.support.running import MOST_TIES, Job, count_ties, prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.selection import plugin_config_of
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
+from vllm_trie.supported_engines import plugin_config_of
 
 TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
 NOISE = 0.012  # about half of the drafts of one beam are accepted

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from benchmarks.stdlib_pair.corpus import held_out_text
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine
 from tests.support.reference import NEAR_TIE, SCORE_TOLERANCE
-from vllm_trie import selection
+from vllm_trie import supported_engines
 
 Job = tuple[list[int], SamplingParams]
 BYTES_PER_BLOCK = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, K and V, KV heads, head size, tokens, float32
@@ -57,8 +57,10 @@ def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] = la
 def start_with(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Let the engine have been started with these options, too."""
     vllm_config = engine.llm.llm_engine.vllm_config
-    config = selection.plugin_config_of(vllm_config).model_copy(update=options)
-    monkeypatch.setitem(selection._parsed, id(vllm_config.additional_config), (vllm_config.additional_config, config))
+    config = supported_engines.plugin_config_of(vllm_config).model_copy(update=options)
+    monkeypatch.setitem(
+        supported_engines._parsed, id(vllm_config.additional_config), (vllm_config.additional_config, config)
+    )
 
 
 def answers(outputs: Sequence[Any]) -> list[list[tuple[list[int], float]]]:

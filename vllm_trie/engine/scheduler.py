@@ -53,8 +53,8 @@ from vllm_trie.messages import (
     group_step_messages,
 )
 from vllm_trie.options import BeamParams
-from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
 from vllm_trie.speculative_config import load_speculation_class, speculative_config_drafts
+from vllm_trie.supported_engines import engine_has_logits_processors, plugin_config_of
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -135,7 +135,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicketMessage) -> None:
         catalog = self.catalogs.use(params, ticket.item_set)
         ticket = ticket.without_items(request.sampling_params)
-        has_processors = selection_has_logits_processors(self.vllm_config)
+        has_processors = engine_has_logits_processors(self.vllm_config)
         group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
         if self._budgets is not None:
             group.forests = self._budgets.forests(params, group.plan.width)

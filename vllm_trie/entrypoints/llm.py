@@ -24,7 +24,7 @@ from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_r
 from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent_request, why_no_request_after
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams, options_ask_for_beams
-from vllm_trie.selection import has_beams, is_plugin_selected, why_without_beams
+from vllm_trie.supported_engines import has_beams, is_plugin_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
 

@@ -21,7 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.options import PLUGIN_NAME, StepOptions, options_ask_for_beams
 from vllm_trie.options.request import kind_by_options
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 Waiting = TypeVar("Waiting")
 Engine = TypeVar("Engine", AsyncLLM, LLMEngine)

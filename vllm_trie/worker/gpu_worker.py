@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_trie.selection import plugin_config_of
+from vllm_trie.supported_engines import plugin_config_of
 from vllm_trie.worker.rows.catalogs import TakesRowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import WorkerLeavesRoom

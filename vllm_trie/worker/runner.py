@@ -31,8 +31,8 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.messages import BEAM_GROUPS, attach_result_messages, catalog_change_message, row_mask_message
 from vllm_trie.search.devices import is_searched_on_host
-from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
 from vllm_trie.speculative_config import load_speculation_class
+from vllm_trie.supported_engines import engine_has_logits_processors, plugin_config_of
 from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, runner_reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
@@ -83,7 +83,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     @cached_property
     def _has_own_processors(self) -> bool:
         """Those of a user, which may write something in any step."""
-        return selection_has_logits_processors(self.vllm_config)
+        return engine_has_logits_processors(self.vllm_config)
 
     @cached_property
     def _copies_rows(self) -> bool:

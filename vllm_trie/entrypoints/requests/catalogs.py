@@ -14,7 +14,7 @@ from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characte
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import sampling_params_stops
-from vllm_trie.selection import has_beams, plugin_config_of, why_without_beams
+from vllm_trie.supported_engines import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

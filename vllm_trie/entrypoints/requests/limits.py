@@ -9,8 +9,8 @@ from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST
 from vllm_trie.options.request import BeamParams, SearchParams, StepOptions
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.speculation import check_draft_width_option
-from vllm_trie.selection import plugin_config_of
 from vllm_trie.speculative_config import most_speculative_config_drafts, speculative_config_layers
+from vllm_trie.supported_engines import plugin_config_of
 from vllm_trie.trie.blocks import least_trie_blocks
 
 if TYPE_CHECKING:

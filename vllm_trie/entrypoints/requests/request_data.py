@@ -12,7 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search import search_part_on_demand
-from vllm_trie.selection import plugin_config_of
+from vllm_trie.supported_engines import plugin_config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog

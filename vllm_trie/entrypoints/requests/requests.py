@@ -34,14 +34,14 @@ from vllm_trie.sampling_params import (
     sampling_params_matrix_fields,
     sampling_params_stops,
 )
-from vllm_trie.selection import (
+from vllm_trie.speculative_config import speculative_config_drafts, speculative_config_without_amateur
+from vllm_trie.supported_engines import (
+    engine_has_logits_processors,
     has_beams,
+    model_padding_token,
     plugin_config_of,
-    selection_has_logits_processors,
-    selection_padding_token,
     why_without_beams,
 )
-from vllm_trie.speculative_config import speculative_config_drafts, speculative_config_without_amateur
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -208,7 +208,7 @@ def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config:
             raise ValueError(
                 f"{name}={shown_option(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
             )
-        if name not in known and not selection_has_logits_processors(vllm_config):
+        if name not in known and not engine_has_logits_processors(vllm_config):
             raise ValueError(
                 f"unknown option {shown_option_name(name)}={shown_option(value)}; {cure_for_option(name, OPTIONS)}"
             )
@@ -301,7 +301,7 @@ def _prepare_request(
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
     padding = (
-        selection_padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
+        model_padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
     )
     content = None if item_set is None else item_set.to_bytes()
     ticket = GroupTicketMessage(params.n, eos_token_id, beam.model_dump(), caller, content, padding)

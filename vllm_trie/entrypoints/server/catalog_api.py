@@ -13,7 +13,7 @@ from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.engine.catalogs import LOAD_CATALOG
 from vllm_trie.entrypoints.requests.catalogs import catalogs_for_requests, new_catalog_for_requests
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -17,7 +17,7 @@ from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_server_requ
 from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
 from vllm_trie.options import options_ask_for_beams
 from vllm_trie.options.shown import shown_option
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 
 @wraps_vllm("serve_tokens", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens")

@@ -19,7 +19,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.engine.stats import REASONS, GroupStats, take_group_stats
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 logger = init_logger("vllm.trie_beam.metrics")
 

@@ -28,7 +28,7 @@ from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import as_served_sampling_request, end_response_without_calls
 from vllm_trie.entrypoints.server.single_tokens import asking_single_token_stream
 from vllm_trie.options import PLUGIN_NAME, options_ask_for_beams
-from vllm_trie.selection import has_beams
+from vllm_trie.supported_engines import has_beams
 
 Request: TypeAlias = CompletionRequest | ChatCompletionRequest
 Response: TypeAlias = CompletionResponse | ChatCompletionResponse

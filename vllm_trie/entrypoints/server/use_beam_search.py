@@ -17,7 +17,7 @@ from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.matrix import OF_HF
 from vllm_trie.options.request import OPTIONS, options_ask_for_beams
-from vllm_trie.selection import has_beams, why_without_beams
+from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
 

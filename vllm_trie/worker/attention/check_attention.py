@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_trie.selection import has_beams, plugin_config_of
+from vllm_trie.supported_engines import has_beams, plugin_config_of
 from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 from vllm_trie.worker.attention.tree_layers import count_attention_layers
 

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.selection import has_beams, plugin_config_of
+from vllm_trie.supported_engines import has_beams, plugin_config_of
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import CompiledAttentionPlan
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesAttentionPrefixes, shared_attention_tokens

@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.selection import has_beams, plugin_config_of
+from vllm_trie.supported_engines import has_beams, plugin_config_of
 from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffixAttention
 from vllm_trie.worker.attention.shared_rows import (
     Scoring,

@@ -14,8 +14,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_trie.selection import most_plugin_beams, plugin_config_of
 from vllm_trie.speculative_config import config_has_memory_mode
+from vllm_trie.supported_engines import most_plugin_beams, plugin_config_of
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesAttentionPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_layers_of

@@ -21,7 +21,7 @@ from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
-from vllm_trie.selection import most_plugin_beams
+from vllm_trie.supported_engines import most_plugin_beams
 
 logger = init_logger("vllm.trie_beam.widest_steps")
 

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
 
 from tests.support.served import PROMPTS, all_of, beams
-from vllm_trie import Trace, beam_params, hypotheses, selection
+from vllm_trie import Trace, beam_params, hypotheses, supported_engines
 from vllm_trie.entrypoints import async_llm
 from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -262,7 +262,9 @@ def test_requests_that_are_being_read_answer_with_nothing_at_once(
 def test_a_search_by_steps_answers_with_the_best_that_was_scored(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = selection.plugin_config_of(llm.vllm_config).model_copy(update={"scorers": {"short": "http://127.0.0.1:9"}})
+    config = supported_engines.plugin_config_of(llm.vllm_config).model_copy(
+        update={"scorers": {"short": "http://127.0.0.1:9"}}
+    )
     monkeypatch.setattr(opening, "plugin_config_of", lambda _: config)
 
     async def scores(_: Any, candidates: list[Any]) -> list[float]:
@@ -286,7 +288,9 @@ def test_a_search_by_steps_answers_with_the_best_that_was_scored(
 def test_a_search_by_steps_of_which_nothing_was_scored_answers_with_nothing(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = selection.plugin_config_of(llm.vllm_config).model_copy(update={"scorers": {"late": "http://127.0.0.1:9"}})
+    config = supported_engines.plugin_config_of(llm.vllm_config).model_copy(
+        update={"scorers": {"late": "http://127.0.0.1:9"}}
+    )
     monkeypatch.setattr(opening, "plugin_config_of", lambda _: config)
 
     async def scores(*_: Any) -> list[float]:

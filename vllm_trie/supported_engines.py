@@ -55,17 +55,17 @@ def why_without_beams(vllm_config: VllmConfig) -> str:
     return f'on an engine without beam search; start it with additional_config={{"{PLUGIN_NAME}": {{}}}}'
 
 
-def selection_has_logits_processors(vllm_config: VllmConfig) -> bool:
+def engine_has_logits_processors(vllm_config: VllmConfig) -> bool:
     """Whether this engine's user brought logits processors of their own, as an argument or installed."""
-    return bool(vllm_config.model_config.logits_processors) or _selection_has_installed_processors()
+    return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
 
 
 @cache
-def _selection_has_installed_processors() -> bool:
+def _has_installed_processors() -> bool:
     return bool(entry_points(group="vllm.logits_processors"))
 
 
-def selection_padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
+def model_padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
     """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
     of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
     token = generation_config.get("pad_token_id", of_model)
@@ -89,7 +89,7 @@ def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
     unsupported = {
         "return_sampling_mask": model.return_sampling_mask,
         "enable_return_routed_experts": vllm_config.aux_output_config.enable_return_routed_experts,
-        "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _selection_prunes_videos(model),
+        "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _model_prunes_videos(model),
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
@@ -112,7 +112,7 @@ def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
     )
 
 
-def _selection_prunes_videos(model: ModelConfig) -> bool:
+def _model_prunes_videos(model: ModelConfig) -> bool:
     """Whether vLLM drops tokens of a video once it is encoded, and computes its prompt's positions again."""
     return model.multimodal_config is not None and model.multimodal_config.is_multimodal_pruning_enabled()
 
