@@ -33,7 +33,7 @@ from vllm_trie.worker.kernels import (
     tiles,
     wide_keys,
 )
-from vllm_trie.worker.kv import copies
+from vllm_trie.worker.kv import copies, kv_caches
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -256,7 +256,7 @@ CASES: list[tuple[Any, ...]] = [
     (
         copies._copy_kv_blocks_kernel,
         {"chains": LONGS, "num_chains": INT} | SEGMENTS,
-        {"held": copies.HELD, "word": tl.int64, "tile_size": copies.COPY_TILE},
+        {"held": kv_caches.HELD, "word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
         1,
     ),

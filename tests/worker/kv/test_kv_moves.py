@@ -11,7 +11,7 @@ import torch
 from vllm_trie.search.rank import rank_search_candidates
 from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.worker.kv import copies
-from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
+from vllm_trie.worker.kv.kv_caches import HELD, KVCaches, KVTable, kv_copies_in_order
 from vllm_trie.worker.kv.kv_moves import (
     KVFork,
     KVMoves,
@@ -145,8 +145,8 @@ def test_contents_of_blocks_are_copied_as_in_torch(monkeypatch: pytest.MonkeyPat
     random = np.random.default_rng(1)
     destinations = random.permutation(NUM_BLOCKS)[:60]
     pairs = np.stack([random.permutation(np.concatenate([destinations[:40], np.arange(20)])), destinations], axis=1)
-    ordered, num_alone = copies.kv_copies_in_order(pairs)
-    assert copies.HELD in ordered, "no circle"
+    ordered, num_alone = kv_copies_in_order(pairs)
+    assert HELD in ordered, "no circle"
     assert 0 < num_alone < len(ordered)
     assert kv.are_apart
     copies.launch_kv_moves(KVMoves(pairs), kv)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded_for_search
-from vllm_trie.worker.kv.kv_caches import COPY_TILE, KVCaches, KVSegments
+from vllm_trie.worker.kv.kv_caches import COPY_TILE, HELD, KVCaches, KVSegments, kv_copies_in_order
 from vllm_trie.worker.kv.kv_caches import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_moves import KVFork, KVMoves
 
-HELD = -1  # in the place of a block: what the program that copies holds
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
 TOKEN_TILE = 256  # words that each copies at a time
 MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
@@ -57,35 +54,6 @@ def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
             kv.copy_blocks(moves.blocks)
     if moving:
         _launch_kv_tokens(on_device, held, kv.token_segments, is_read=False)
-
-
-def kv_copies_in_order(pairs: np.ndarray) -> tuple[np.ndarray, int]:
-    """Copies [n, 2] in an order in which no block is written before it is read.
-
-    In a circle of copies one of its blocks is held until all others are written: `HELD` stands for it.
-
-    Returns:
-        [n or more, 2], and how many of the first ones can go side by side, as they depend on no other.
-    """
-    is_alone = ~(np.isin(pairs[:, 0], pairs[:, 1]) | np.isin(pairs[:, 1], pairs[:, 0]))
-    left = {to: source for source, to in pairs[~is_alone].tolist()}
-    readers, ordered = Counter(left.values()), pairs[is_alone].tolist()
-    ready = [destination for destination in left if not readers[destination]]
-    while left:
-        if not ready:  # circles alone are left
-            first = next(iter(left))
-            ordered.append((first, HELD))
-            readers[first] -= 1
-            ready.append(first)
-            (last,) = (to for to, source in left.items() if source == first)
-            left[last] = HELD
-        destination = ready.pop()
-        source = left.pop(destination)
-        ordered.append((source, destination))
-        readers[source] -= 1
-        if not readers[source] and source in left:
-            ready.append(source)
-    return np.array(ordered, np.int64), int(is_alone.sum())
 
 
 def _launch_kv_blocks(ordered: np.ndarray, num_alone: int, segments: KVSegments) -> None:

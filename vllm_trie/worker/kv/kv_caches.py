@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from vllm_trie.worker.launches import cdiv
 COPY_TILE = 1024  # words, or table entries, that one program of a kernel copies at a time
 PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
 SMALL_BYTES = 1 << 13  # up to which it copies many entries at a time faster than one by one
+HELD = -1  # in the place of a block: what whoever copies holds
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -116,7 +118,7 @@ class KVCaches:
         self._tokens = [_distinct_kv_layers(of_group) for of_group in by_token]
         self.tables, self.device = tables, self._blocks[0].device
         self._is_on_host = is_searched_on_host(self.device)
-        self._indexable_blocks = [blocks.numpy() if self._is_on_host else blocks for blocks in self._blocks]
+        self._indexable_blocks: list[Any] = [blocks.numpy() if self._is_on_host else blocks for blocks in self._blocks]
         self._layers = [[_KVLayer.of(layer, self._is_on_host) for layer in of_group] for of_group in self._tokens]
         self.block_sizes = np.array([table.block_size for table in tables])
 
@@ -124,12 +126,19 @@ class KVCaches:
         """Copy whole blocks, in all layers, [copies, 2] int64 from where, and where to; all are read before that.
 
         KV cache groups may lie over each other, so that layers see the same bytes. Copies of all blocks, which in a
-        host's memory cost more to have than to fill, are held only if some block is both source and destination.
+        host's memory cost more to have than to fill, are held only there, and if a block is source and destination.
         """
         if set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist()):
             at = self._indices(*pairs.T)
             for layer in self._indexable_blocks:
                 copy_kv_entries(layer, *at)
+            return
+        if self._is_on_host and self.are_apart:
+            ordered, num_alone = kv_copies_in_order(pairs)
+            alone, in_turn = ordered[:num_alone].T, ordered[num_alone:].tolist()
+            for layer in self._indexable_blocks:
+                copy_kv_entries(layer, *alone)
+                copy_kv_blocks_in_turn(layer, in_turn)
             return
         sources, destinations = uploaded_for_search(pairs.T, self.device)
         held = [layer.index_select(0, sources) for layer in self._blocks]
@@ -214,6 +223,45 @@ class KVCaches:
                 if other_stride != stride or offset < length or offset + other_length > stride:
                     return False
         return True
+
+
+def kv_copies_in_order(pairs: np.ndarray) -> tuple[np.ndarray, int]:
+    """Copies [n, 2] in an order in which no block is written before it is read.
+
+    In a circle of copies one of its blocks is held until all others are written: `HELD` stands for it.
+
+    Returns:
+        [n or more, 2], and how many of the first ones can go side by side, as they depend on no other.
+    """
+    is_alone = ~(np.isin(pairs[:, 0], pairs[:, 1]) | np.isin(pairs[:, 1], pairs[:, 0]))
+    left = {to: source for source, to in pairs[~is_alone].tolist()}
+    readers, ordered = Counter(left.values()), pairs[is_alone].tolist()
+    ready = [destination for destination in left if not readers[destination]]
+    while left:
+        if not ready:  # circles alone are left
+            first = next(iter(left))
+            ordered.append((first, HELD))
+            readers[first] -= 1
+            ready.append(first)
+            (last,) = (to for to, source in left.items() if source == first)
+            left[last] = HELD
+        destination = ready.pop()
+        source = left.pop(destination)
+        ordered.append((source, destination))
+        readers[source] -= 1
+        if not readers[source] and source in left:
+            ready.append(source)
+    return np.array(ordered, np.int64), int(is_alone.sum())
+
+
+def copy_kv_blocks_in_turn(blocks: np.ndarray, ordered: Sequence[tuple[int, int]]) -> None:
+    """Copy some blocks [n, ...] after others, see `kv_copies_in_order`."""
+    held = blocks[:0]
+    for source, destination in ordered:
+        if destination == HELD:
+            held = blocks[source].copy()
+        else:
+            blocks[destination] = held if source == HELD else blocks[source]
 
 
 def copy_kv_entries(held: Any, sources: Any, destinations: Any) -> None:
