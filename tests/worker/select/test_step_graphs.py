@@ -320,6 +320,7 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator, runner.pp_handler, runner.speculation = None, None, RunnerSpeculation()
     runner.sampler, runner.model_state = SimpleNamespace(), object.__new__(DefaultModelState)
+    runner.req_states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=torch.zeros(8, 4, dtype=torch.int32)))
     runner.model_state.rope_state = None
     runner.model_config = SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 300)
     runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
