@@ -26,7 +26,7 @@ class GroupForests(BeamGroupForests):
         self.most_drafts = params.draft_width  # of one layer, if the request says so
         self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
         self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, where it decides how large forests are
-        self._first_length = params.sample_first  # at first
+        self._first_length = params.sample_first  # before any has led nowhere
         self.restart()
 
     def restart(self) -> None:

@@ -97,7 +97,7 @@ class SpeculationBudgets(SchedulerBudgets):
 
 
 def _group_may_speculate(group: BeamGroup) -> bool:
-    return isinstance(group.forests, GroupForests) and group.length >= group.forests.first_length
+    return group.length >= group.forests.first_length
 
 
 def _group_forests_of(group: BeamGroup) -> GroupForests:
