@@ -31,15 +31,15 @@ FORK = (  # from a process that has imported vLLM; some share a server, too
     "tests/behaviour/distributed/",
     "tests/behaviour/offline/test_beam_search.py",
     "tests/behaviour/real_model/test_served.py",
-    "tests/entrypoints/server/test_cli.py",
+    "tests/entrypoints/test_cli.py",
     "tests/test_plugin.py",
 )
 INTERPRET = "tests/worker/cpu/", "tests/worker/test_interpreted_engine.py"  # vLLM's kernels, in a process apart
 LONGEST_FIRST = (
     *FORK,
     "tests/golden/",
-    "tests/worker/test_step_graphs",
-    "tests/worker/test_widest_steps",
+    "tests/worker/select/test_step_graphs",
+    "tests/worker/startup/test_widest_steps",
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
