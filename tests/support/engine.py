@@ -143,8 +143,10 @@ class Engines:
         self._engine: Engine | None = None
 
     def __call__(self, model: Path, **options: Any) -> Engine:
+        from vllm.distributed.parallel_state import model_parallel_is_initialized as is_usable
+
         key = (model, repr(sorted(options.items())))
-        if self._engine is None or key != self._key:
+        if self._engine is None or key != self._key or not is_usable():  # an engine's end takes that of all others
             self.close()
             self._engine, self._key = Engine(model, **options), key
         return self._engine
