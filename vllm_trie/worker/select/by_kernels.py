@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -17,8 +18,9 @@ from vllm_trie.worker.select.cohort import SelectionCohort
 NO_VALUES = torch.empty(0, 0)  # a plan keeps none of a step's logits
 
 
+@lru_cache(maxsize=64)
 def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | None:
-    """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
+    """What takes a step of groups by these rules, planned once; None: torch, as under each constraint but a catalog."""
     kinds = (step, step.KernelStep), (in_groups, in_groups.KernelStepInGroups)
     return next((kind(rules, sizes) for module, kind in kinds if module.can_take_by_kernels(rules, sizes)), None)
 
