@@ -106,6 +106,7 @@ def engine_options(model: str, num_rows: int, folder: Path, args: argparse.Names
         "max_model_len": max_length,
         "max_num_seqs": most_rows,
         "max_num_batched_tokens": max(2 * most_rows, max_length),
+        "block_size": 32 if args.rehearse else 16,
         "enforce_eager": args.rehearse,
         "kv_cache_memory_bytes": (1 if args.rehearse else args.kv_cache_gib) << 30,
         "compilation_config": GRAPHS_ALONE if args.no_compile else None,

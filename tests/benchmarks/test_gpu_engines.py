@@ -89,7 +89,7 @@ def run_all(monkeypatch: pytest.MonkeyPatch, kinds: Sequence[Any], out: Path, *m
     groups = [
         gpu_engines.Group(one, [SimpleNamespace(name=f"{one.TITLE}:{number}") for number in range(2)]) for one in kinds
     ]
-    monkeypatch.setattr(gpu_engines, "groups", lambda _: groups)
+    monkeypatch.setattr(gpu_engines, "groups", lambda rehearse: groups)
     return gpu_engines.main(["--out", str(out), *more])
 
 
