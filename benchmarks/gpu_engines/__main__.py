@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__.splitlines()[0],
         epilog=f"cases: {', '.join(names)}",
     )
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="cases that begin so")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="those whose names begin so")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no case begins")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: a shorter start")

@@ -98,7 +98,11 @@ def engine_options(model: str, num_rows: int, folder: Path, args: argparse.Names
     write_model(model, folder)
     max_length = 256 if args.rehearse else MAX_LENGTH
     most_rows = num_rows + SPARE_ROWS
-    beams = {"catalogs": write_catalogs(folder), "shared_prefix_attention": args.shared_prefix_attention}
+    beams = {
+        "catalogs": write_catalogs(folder),
+        "max_beam_width": num_rows,  # up to which steps replay CUDA graphs
+        "shared_prefix_attention": args.shared_prefix_attention,
+    }
     return {
         "dtype": "bfloat16",
         "load_format": "dummy",

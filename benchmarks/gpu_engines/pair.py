@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A search with drafts, and the one without.
 
     Args:
-        way: Of `WAYS`.
+        way: Of `ways`.
         times: As deep as the toy's target.
     """
 

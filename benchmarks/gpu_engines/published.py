@@ -36,7 +36,7 @@ ONE_OF_1000 = Published("FlashRec 4.38/s, SGLang 3.03/s", _FLASHREC)
 OF_5000 = {
     num_tokens: Published(f"SGLang {ms}", _SGLANG) for num_tokens, ms in ((3, "259"), (16, "904"), (32, "1,651"))
 }
-SERVED_256 = {4: Published("sid-gr 20.1, SGLang 10.7", _SID_GR)}  # by clients
+SERVED_256 = {4: Published("sid-gr 19.4 to 20.1, SGLang 10.7", _SID_GR)}  # by clients
 SERVED_50 = {
     1: Published("FlashRec 15.1, SGLang 12.4, TensorRT-LLM 11.6, vLLM 2.47", _FLASHREC),
     16: Published("FlashRec 27.7, SGLang 18.0, TensorRT-LLM 12.7, vLLM 3.89", _FLASHREC),
