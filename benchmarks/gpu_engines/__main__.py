@@ -138,7 +138,7 @@ class Measurement:
         return name, ", ".join([kind.TITLE, *also.values()]), kind.COLUMNS, self._rows[kind], note, args.out
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [case.name for _, cases in groups(rehearse=False) for case in cases]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_engines",
@@ -153,7 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared-prefix-attention", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--rehearse", action="store_true", help="on any machine, with a tiny model and small cases")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON files")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed(arguments)
     measurement = Measurement(args)
     for group in chosen(groups(args.rehearse), args.only):
         measurement.measure(group)
