@@ -25,8 +25,8 @@ COLUMNS = ("case", "prompt", "answer", "ms", "tokens of rows per second", "times
 NOTE = (
     "bfloat16, weights without content, CUDA graphs; prompt: computed for each call, or in the prefix cache; ms: a "
     "call of LLM.generate, the median, in turn with sampling: n requests of temperature 1 in place of n beams; of "
-    "drafts hardly any is accepted, so they show what they cost; peers: ms, or requests per second, on their devices, "
-    "beside computed prompts, as theirs are"
+    "drafts hardly any is accepted, so they show what they cost; peers: ms, or requests per second, "
+    f"beside computed prompts, as theirs are; {published.SOURCES}"
 )
 
 

@@ -28,8 +28,8 @@ COLUMNS = ("case", "clients", "prompt", "requests per second", "ms of a request"
 NOTE = (
     f"bfloat16, weights without content, CUDA graphs; {ENDPOINT}, hypotheses as arrays, along a catalog; {REQUESTS} "
     f"requests of clients that each ask one after the other, {MOST_ROWS} rows at a time; ms: of a request, the median; "
-    "prompt: computed for each request, or in the prefix cache; peers: requests per second on their devices, beside "
-    "computed prompts, as theirs are"
+    "prompt: computed for each request, or in the prefix cache; peers: requests per second, beside computed prompts, "
+    f"as theirs are; {published.SOURCES}"
 )
 
 
@@ -79,7 +79,7 @@ def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[httpx.C
         command = ("vllm", "serve", str(folder), "--served-model-name", "target")
         with (
             serving(folder / "log", "--enable-scale-out", *as_flags(options), command=command) as server,
-            httpx.Client(base_url=server.url, timeout=600) as client,
+            httpx.Client(base_url=server.url, timeout=600, limits=httpx.Limits(keepalive_expiry=2)) as client,
         ):
             yield client
 
