@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.gpu_engines import __main__ as gpu_engines
 from benchmarks.gpu_engines import by_sglang, offline, options, pair, served
-from tests.support.engine import ROOT, Engines
+from tests.support.engine import Engines
 from tests.support.pairs import TRAINED, speculating
 
 pytestmark = pytest.mark.slow
@@ -249,13 +246,3 @@ def test_sglang_is_asked_for_our_open_cases_in_a_process_of_its_own(
     with by_sglang.running([first], ARGS) as folder:
         found = [*by_sglang.rows(folder, first, ARGS)]
     assert [row[:2] for row in found] == [(first.label, "computed"), (first.label, "cached")]
-
-
-@pytest.mark.nightly
-def test_all_of_it_runs_on_any_machine(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    command = [sys.executable, "-m", "benchmarks.gpu_engines", "--rehearse", "--repeats", "1", "--out", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = {path.stem: len(json.loads(path.read_text())["cells"][0]["rows"]) for path in tmp_path.glob("*.json")}
-    assert rows == {"gpu_offline_tiny": 4 * len(offline.SMALL), "gpu_served_tiny": 2, "gpu_pair_tiny": len(pair.SMALL)}
