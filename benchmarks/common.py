@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -110,12 +111,20 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Time every run `repeats` times in turn, A B C A B C ..., after one warm-up of each."""
+def alternate(
+    runs: dict[str, Callable[[], object]], repeats: int, most_seconds: float = math.inf
+) -> dict[str, list[float]]:
+    """Time every run `repeats` times in turn, A B C A B C ..., after one warm-up of each.
+
+    Once `most_seconds` are spent on it, no further turn begins.
+    """
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    start = time.perf_counter()
+    for number in range(repeats):
+        if number and time.perf_counter() - start > most_seconds:
+            break
         for name, run in runs.items():
             seconds[name].append(timed(run))
     return seconds

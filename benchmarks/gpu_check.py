@@ -132,15 +132,12 @@ def check_trees(findings: Findings, device: torch.device, args: argparse.Namespa
 
 
 def check_searches(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
-    """Whole searches against transformers, and engines' times, where vLLM's CUDA build is installed."""
+    """Whole searches against transformers, where vLLM's CUDA build is installed."""
     if args.interpret or not is_there("vllm"):
         print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    out = "--out", str(args.out)
-    engines = [["benchmarks.gpu_engines", "--model", model, *out] for model in ("0.6B", "8B")]
     tests = ["pytest", "-n", "0", "-q", *map(test_of, KERNELS), *PARITY]
-    commands = (tests, ["benchmarks.gpu_searches", *out], *engines, [*engines[0], "--drafts"])
-    findings.rows("searches", run, commands)
+    findings.rows("searches", run, (tests, ["benchmarks.gpu_searches", "--out", str(args.out)]))
 
 
 def test_of(name: str) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import PAIR, TARGET, generate
-from benchmarks.gpu_engines import GRAPHS_ALONE, NGRAMS
+from benchmarks.gpu_engines.offline import NGRAMS
+from benchmarks.gpu_engines.options import GRAPHS_ALONE
 from benchmarks.gpu_tables import tell
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 

@@ -45,7 +45,9 @@ def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any
 def write(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
     """Write a table alone: see `tell`."""
     machine = {"processor": _device(), "torch": torch.__version__, "vllm": _vllm()}
-    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    script = Path(sys.argv[0])
+    module = script.parent.name if script.stem == "__main__" else script.stem
+    command = " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]])
     content = {"title": title, "note": note, "columns": list(columns), "command": command, "machine": machine}
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(content | {"cells": [{"rows": rows}]}, indent=1) + "\n")

@@ -26,6 +26,12 @@ from benchmarks.smollm2 import get
 ROOT = Path(__file__).resolve().parent.parent
 OF_REAL_MODEL = "smollm2"  # the folder beside the toy's tables
 OF_GPUS = "gpu"  # another one, whose tables have one page together
+ABOUT_GPUS = (
+    "`python -m benchmarks.gpu_engines --minutes 8` measures engines in order of worth, and lists what did not fit. "
+    "Cases alone: `--only` with beginnings of the names that `--help` has: `--only 1.7B:256x8 http:50 pair:exact`. "
+    "`python -m benchmarks.gpu_check` makes the other tables, `--only` one of them. Commands with `--model` are of an "
+    "earlier version."
+)
 MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
 RESULTS = ROOT / "RESULTS.md"
@@ -105,7 +111,7 @@ def write_pages(folder: Path, pages: Path) -> None:
         parts += [f"## {told}\n\n{links}\n"] if titles else []
     if of_gpus := [json.loads(path.read_text()) for path in sorted((folder / OF_GPUS).glob("*.json"))]:
         tables = "\n".join(f"## {content['title']}\n\n{_whole(content)}" for content in of_gpus)
-        (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{tables}")
+        (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{ABOUT_GPUS}\n\n{tables}")
         links = "\n".join(f"- [{content['title']}]({OF_GPUS}.md)" for content in of_gpus)
         parts.append(f"## On a GPU\n\n{links}\n")
     (pages / "README.md").write_text("\n".join(parts))

@@ -28,6 +28,15 @@ def test_a_workflow_runs_targets_that_exist(workflow: Path) -> None:
     assert targets <= TARGETS
 
 
+def test_what_needs_a_gpu_runs_where_the_repository_names_a_runner_and_keeps_its_tables() -> None:
+    gpu = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["gpu"]
+    assert (gpu["if"], gpu["runs-on"]) == ("vars.GPU_RUNNER != ''", "${{ vars.GPU_RUNNER }}")
+    *_, checked, measured, kept = gpu["steps"]
+    assert (checked["run"], measured["run"]) == ("make test-gpu", "make bench-gpu")
+    assert measured["if"] == kept["if"] == "${{ !cancelled() }}", "tables are kept although a test fails"
+    assert kept["with"]["path"] == "results/"
+
+
 def test_ci_tests_each_python_that_the_metadata_name() -> None:
     ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())

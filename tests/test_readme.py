@@ -88,6 +88,10 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
             from benchmarks.__main__ import _parser
 
             assert _parser().parse_args(arguments).only
+        if module == "benchmarks.gpu_engines":
+            from benchmarks.gpu_engines.__main__ import chosen, groups, parsed
+
+            assert chosen(groups(rehearse=False), parsed(arguments).only)
         if module == "vllm_trie.catalog":
             from vllm_trie.catalog.__main__ import catalog_parser
 

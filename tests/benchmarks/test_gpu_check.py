@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 import torch
 import vllm
 
-from benchmarks import gpu_attention, gpu_check, gpu_engines, gpu_searches, gpu_steps, gpu_tables, report
+from benchmarks import gpu_attention, gpu_check, gpu_searches, gpu_steps, gpu_tables, report
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
@@ -246,20 +245,3 @@ def test_whole_searches_must_find_what_transformers_finds_but_for_ties(
     monkeypatch.setattr(gpu_searches, "sums_of", lambda *_: sums)
     monkeypatch.setattr(gpu_searches, "by_engine", lambda *_: (found, 1.0))
     assert gpu_searches.main(["--rehearse", "--only", "plain steps", "--out", str(tmp_path)]) == code
-
-
-def test_engines_are_told_by_what_they_are_and_a_case_that_fails_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    def run(case: gpu_engines.Case) -> None:
-        if case.options:
-            raise RuntimeError("no such catalog")
-
-    monkeypatch.setattr(gpu_engines, "engine", lambda *_: None)
-    monkeypatch.setattr(gpu_engines, "runs_of", lambda _, case: dict.fromkeys(("beams", "sampling"), lambda: run(case)))
-    options = "--rehearse", "--repeats", "1", "--shared-prefix-attention", "off", "--out", str(tmp_path)
-    assert gpu_engines.main(options) == 1
-    assert "FAILED" in capsys.readouterr().out
-    content = json.loads((tmp_path / "gpu_engines_tiny_rows.json").read_text())
-    assert content["title"] == "Beams beside samples, tiny, each row reads"
-    assert [row[1] for row in content["cells"][0]["rows"]] == [gpu_engines.SMALL_CASES[0].name]

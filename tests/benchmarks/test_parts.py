@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import models, picture, report
-from benchmarks.common import TARGET
+from benchmarks.common import TARGET, alternate
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.significance import interval, paired
 from benchmarks.smollm2 import get
@@ -201,6 +202,12 @@ def test_the_picture_shows_a_fork_that_copies_one_tail(tmp_path: Path) -> None:
     assert copies == [(blocks.row_blocks(2)[-1], blocks.row_blocks(3)[-1])]
     picture.draw(tmp_path / "design.png")
     assert (tmp_path / "design.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_take_turns_and_begin_none_once_their_time_is_spent() -> None:
+    runs = {"first": lambda: time.sleep(0.02), "second": lambda: None}
+    assert {name: len(seconds) for name, seconds in alternate(runs, 3).items()} == {"first": 3, "second": 3}
+    assert {name: len(seconds) for name, seconds in alternate(runs, 3, 0.01).items()} == {"first": 1, "second": 1}
 
 
 def test_dead_blocks_are_held_against_what_can_have_died() -> None:

@@ -1,0 +1,1 @@
+"""Engines on a GPU, beside sampling and beside what peers publish."""

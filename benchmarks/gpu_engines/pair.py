@@ -1,0 +1,113 @@
+"""Drafts of a model over plain beams: the toy pair, whose target is too small to gain until it is made deeper.
+
+Its further layers add nothing to what the others compute (`benchmarks.models`), so the pair agrees as it did: an answer
+costs more time of the target, and the share of drafts that it accepts stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import models
+from benchmarks.common import TARGET, alternate, generate
+from benchmarks.gpu_engines.options import GRAPHS_ALONE
+from benchmarks.gpu_searches import DRAFT_MODEL, MAX_TOKENS, PROMPT_LENGTH, prompts
+from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, drawn_params
+from benchmarks.watch import total_counts
+
+WIDTH, NUM_PROMPTS, MOST_SECONDS = 4, 8, 30
+SAMPLED = MODES[f"beam sampling, {WIDTH}"]
+TITLE = "Drafts of a model over plain beams"
+COLUMNS = ("case", "ms without drafts", "ms with drafts", "times faster", "steps per forward")
+NOTE = (
+    f"float16, CUDA graphs; the toy pair, its target with further layers that change nothing; {WIDTH} beams, "
+    f"{MAX_TOKENS} tokens after {PROMPT_LENGTH}; ms: of a search, one at a time, {NUM_PROMPTS} prompts, in turn, "
+    f"medians; sampled: at temperature {TEMPERATURE}, of the same distribution with drafts and without"
+)
+
+
+class Case(NamedTuple):
+    """A search with drafts, and the one without.
+
+    Args:
+        way: Of `ways`.
+        times: As deep as the toy's target.
+    """
+
+    way: str
+    times: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"pair:{self.way}"
+
+
+CASES, SMALL = (Case("exact"), Case("sampled")), (Case("exact", 2), Case("sampled", 2))
+
+
+def _beams(speculation: str) -> Params:
+    from vllm_trie import beam_params
+
+    return lambda _: beam_params(WIDTH, max_tokens=MAX_TOKENS, ignore_eos=True, speculation=speculation)
+
+
+def ways() -> dict[str, tuple[Params, Params]]:
+    """By name: parameters without drafts and with them."""
+    plain, drafted = (drawn_params(WIDTH, MAX_TOKENS, options) for options in (SAMPLED.plain_options, SAMPLED.options))
+    return {"exact": (_beams("off"), _beams("exact")), "sampled": (plain, drafted)}
+
+
+@contextmanager
+def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[Any]:
+    """An engine with drafts, and the target for cases that share its depth."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        models.make(models.deeper(cases[0].times), str(TARGET), Path(folder))
+        llm = LLM(
+            folder,
+            dtype="float32" if args.rehearse else "float16",
+            max_model_len=256,
+            max_num_seqs=64,
+            enforce_eager=args.rehearse,
+            kv_cache_memory_bytes=1 << 30,
+            compilation_config=None if args.rehearse else GRAPHS_ALONE,
+            skip_tokenizer_init=True,
+            speculative_config=DRAFT_MODEL,
+            additional_config={"trie_beam": {}},
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+
+def rows(llm: Any, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+    """A row of `COLUMNS`."""
+    asked = prompts(2 if args.rehearse else NUM_PROMPTS)
+
+    def search(params: Params) -> list[Any]:
+        return [
+            output
+            for seed, tokens in enumerate(asked)
+            for output in generate(llm, [{"prompt_token_ids": tokens}], params(seed))
+        ]
+
+    without, drafted = ways()[case.way]
+    counts = total_counts(search(drafted))
+    times = alternate(
+        {"without": partial(search, without), "with": partial(search, drafted)}, args.repeats, MOST_SECONDS
+    )
+    plain, ours = (statistics.median(own) / len(asked) for own in times.values())
+    label = f"{case.way}, a target {models.deeper(case.times)}"
+    yield label, 1000 * plain, 1000 * ours, plain / ours, counts.steps_per_forward
