@@ -24,6 +24,7 @@ from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.decide import SEMANTICS, KernelDecision, kernel_slots_of, kernel_slots_up_to
 from vllm_trie.worker.kernels.items import (
+    kernel_level_of,
     kernel_places_for_items,
     kernels_take_items_alone,
     rank_items_of_few_by_kernel,
@@ -37,6 +38,7 @@ from vllm_trie.worker.kernels.tiles import (
     KernelLogits,
     KernelRanking,
     KernelRowRanking,
+    KernelTiles,
     Wanted,
     can_filter_in_kernels,
     kernel_log_min_p,
@@ -95,13 +97,15 @@ class KernelStep(TakeStep):
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
-        tiles = launch_tile_maxima(logits._replace(temperature=self._temperature))
-        scores = beams.scores.contiguous()
+        logits, scores = logits._replace(temperature=self._temperature), beams.scores.contiguous()
         if self._is_along:
             ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
             nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
-            keys = self._rank(tiles, scores, *nodes).keys
+            level = kernel_level_of(along, logits)
+            tiles = launch_tile_maxima(logits) if level is None else KernelTiles(logits.arguments)
+            keys = self._rank(tiles, scores, level, *nodes).keys
             return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
+        tiles = launch_tile_maxima(logits)
         taken = self._decide(self._rank(tiles, scores).keys, places, sampled)
         if self._report is not None:
             self._report(tiles, taken.words)

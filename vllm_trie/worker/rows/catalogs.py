@@ -66,7 +66,8 @@ class RowCatalogs:
             return
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
-        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, catalog.most_children)
+        sizes = catalog.most_children, catalog.tokens_by_depth()
+        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, *sizes)
 
 
 class TakesRowCatalogs:
