@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.constraints.catalog import ConstraintAlongItems
+from vllm_trie.search.constraints.catalog import LEVEL_UNIT, ConstraintAlongItems
 from vllm_trie.search.devices import search_numbers
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
@@ -70,6 +70,12 @@ def kernel_level_of(along: ConstraintAlongItems, logits: KernelLogits) -> torch.
     if not along.rules.renormalizes:
         return None
     return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
+
+
+def kernel_variants_of_logits(rules: SearchRules, logits: torch.Tensor) -> list[torch.Tensor]:
+    """Logits [N, V], and those of a level if kernels may take them by these rules, which are as far apart as these."""
+    items = rules.items
+    return [logits, *([logits.new_zeros(1, LEVEL_UNIT)] if items is not None and items.needs_level_alone else [])]
 
 
 def _level_arguments(level: torch.Tensor | None) -> tuple[torch.Tensor | None, int, int]:

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.constraints.catalog import ConstraintTrie
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import uploaded_once_for_search
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.slots import choose_next_search_beams
-from vllm_trie.search.step import is_light_search_step, is_narrow_search_step, take_packed_search_step
+from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
@@ -95,7 +94,7 @@ class Selector:
         in_step = {
             id_: InStep(
                 *(groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain),
-                *(id_ in masks, bool(context.most_narrow) and self._narrows(groups[id_].rules, context.most_narrow)),
+                *(id_ in masks, self._catalogs.narrow(groups[id_].rules, context.most_narrow)),
             )
             for id_, step in context.steps.items()
         }
@@ -104,19 +103,9 @@ class Selector:
         self._plan.rows.batch = batch
         return self._plan
 
-    def _narrows(self, rules: SearchRules, most: int) -> bool:
-        """Whether a search needs the logits of its catalog's levels alone, which have so many tokens at most."""
-        if not is_narrow_search_step(rules):
-            return False
-        return 0 < self._trie(rules).most_in_level <= most
-
-    def _trie(self, rules: SearchRules) -> ConstraintTrie:
-        assert rules.items is not None
-        return self._catalogs.tries[rules.items.catalog]
-
     def levels(self, plan: SelectionBatchPlan) -> list[torch.Tensor]:
         """Of each cohort that narrows, [K] int64 on the device: the tokens whose logits it needs."""
-        return [self._trie(cohort.rules).level(plan.length(cohort)) for cohort in plan.narrow]
+        return [self._catalogs.trie_of(cohort.rules).level(plan.length(cohort)) for cohort in plan.narrow]
 
     def select(
         self,
