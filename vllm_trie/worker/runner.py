@@ -160,6 +160,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if is_searched_on_host(self.device):
             return
         logits = self.model.compute_logits(hidden_states)
+        self.narrow_head.most_tokens(hidden_states)  # now, as it takes memory
         self.speculation.take_memory()
         widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
