@@ -44,6 +44,7 @@ class Model(nn.Module):
 
 
 def head_of(model: nn.Module, *, ranks: int = 1, lora: object = None, counts_nans: bool = False) -> NarrowSelectionHead:
+    """Of an engine with a model."""
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE),
         lora_config=lora,
@@ -89,14 +90,16 @@ def test_a_head_in_float32_of_a_model_in_half_precision_is_one_of_few_tokens_too
     model = Model(dtype=torch.bfloat16)
     model.logits_processor.head_dtype = torch.float32
     hidden, tokens = states(dtype=torch.bfloat16), torch.tensor([0, 7, 499])
-    found = head_of(model).logits_of(hidden, tokens)
+    head = head_of(model)
+    assert head.most_tokens(hidden) > 0
+    found = head.logits_of(hidden, tokens)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, model.compute_logits(hidden)[:, tokens], rtol=1e-5, atol=1e-4)
 
 
 def other_column(logits: torch.Tensor) -> torch.Tensor:
     """The model bars a token, by its place."""
-    return logits.index_fill(-1, torch.tensor([1]), -100.0)
+    return logits.index_fill(-1, torch.tensor([1]), -torch.inf)
 
 
 def quantized() -> Model:
@@ -116,7 +119,7 @@ def without_layer() -> nn.Module:
     [
         (quantized, {}, "its head is quantized, by SimpleNamespace"),
         (without_layer, {}, "the model has 0 layers that compute logits, not one"),
-        (lambda: Model(after=other_column), {}, "those of a few differ from the model's by 1"),
+        (lambda: Model(after=other_column), {}, "those of a few tokens, computed alone, are others"),
         (lambda: Model(after=lambda logits: logits + torch.zeros(VOCAB_SIZE)), {}, "must match the size"),
         (lambda: Model(after=lambda logits: logits.new_zeros(len(logits), VOCAB_SIZE)), {}, "whatever its head has"),
         (Model, {"lora": object()}, "adapters may change its head"),
@@ -159,8 +162,10 @@ def test_the_logits_of_a_wide_search_take_megabytes() -> None:
     hidden = torch.empty(num_beams, hidden_size, dtype=torch.bfloat16, device="meta")
     cohort = SimpleNamespace(of_hidden_states=slice(None))
     plan: Any = SimpleNamespace(narrow=[cohort], whole=[])
+    head = head_of(model)
+    head._processor = model.logits_processor  # there is no content to compare
     with Bytes() as few:
-        found = head_of(model).project(plan, [torch.empty(num_codes, dtype=torch.int64, device="meta")], hidden)
+        found = head.project(plan, [torch.empty(num_codes, dtype=torch.int64, device="meta")], hidden)
     with Bytes() as everything:
         model.compute_logits(hidden)
     assert isinstance(found, SelectionLogits)
