@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,11 @@ SELECTED = (
     | dict.fromkeys(["num_ended", "semantics", "sampled_stride"], INT)
     | {"next_scores": FLOATS, "is_last": "u1"}
 )
-TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
+TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32", "num_level": INT, "level_bits": INT}
+AMONG = (
+    ("maxima", "sums"),
+    ("level",),
+)  # all tokens, or those of a level: what kernels along a catalog take in each case
 ALONG = {"states": LONGS, "first_node": "*i32", "node_tokens": "*i32", "is_item": "*i8", "targets": LONGS}
 
 
@@ -128,14 +133,18 @@ def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
 IN_GROUPS = (4, 16), (16, 16), (4, 64), (16, 64), (32, 64)  # slots, and continuations kept of each row
 
 
-def to_rank_items(children: int) -> tuple[Any, ...]:
+def along(kernel: Any, types: dict[str, str], sizes: dict[str, Any], *others: Any) -> Iterator[tuple[Any, ...]]:
+    """A kernel along a catalog, of rows that are normalised among all tokens, and among those of a level."""
+    for taken, left_out in (AMONG, AMONG[::-1]):
+        own = {name: kind for name, kind in types.items() if name not in left_out}
+        own |= {"level": LONGS} if "level" in taken else {}
+        yield kernel, own, sizes | {name: None for name in left_out if name in kernel.arg_names}, *others
+
+
+def to_rank_items(children: int) -> Iterator[tuple[Any, ...]]:
     """The kernel that ranks the children of each row's node, of which there are so many at most."""
-    return (
-        items._rank_items_kernel,
-        TILES | RANKED | TRIE,
-        items.kernel_sizes_to_rank_items(38, children),
-        items.WARPS_TO_RANK,
-    )
+    sizes = items.kernel_sizes_to_rank_items(38, children)
+    yield from along(items._rank_items_kernel, TILES | RANKED | TRIE, sizes, items.WARPS_TO_RANK)
 
 
 def to_report(per_row: int) -> tuple[Any, ...]:
@@ -168,8 +177,10 @@ MANY = [
     of_many(wide_keys._rank_tiles_kernel, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
     of_many(wide_keys._rank_tokens_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
     of_many(decide._find_first_children_kernel, OF_CHILDREN, decide.NUM_WARPS),
-    of_many(items._rank_item_tiles_kernel, items.kernel_sizes_to_rank_tiles(step.MOST_BLOCKS), items.WARPS_TO_RANK),
-    of_many(items._rank_items_of_tiles_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
+    *along(
+        *of_many(items._rank_item_tiles_kernel, items.kernel_sizes_to_rank_tiles(step.MOST_BLOCKS), items.WARPS_TO_RANK)
+    ),
+    *along(*of_many(items._rank_items_of_tiles_kernel, PARTS, wide_keys.WARPS_TO_SPLIT)),
 ]
 
 
@@ -307,7 +318,7 @@ CASES: list[tuple[Any, ...]] = [
     *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in forest_growth.SIZES)})),
     *(to_select(slots, is_along) for slots in (0, *SLOTS) for is_along in (False, True)),
     *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
-    *(to_rank_items(children) for children in CHILDREN),
+    *(case for children in CHILDREN for case in to_rank_items(children)),
     *MANY,
     *(to_report(per_row) for per_row in report.REPORTED),
     *(to_draft(*sizes) for sizes in forest_growth.SIZES),

@@ -29,7 +29,8 @@ def along_of(
     """The constraint that holds rows to them, on a device."""
     catalog = Catalog.from_sequences(items)
     arrays = (torch.tensor(array, device=device) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
-    return ConstraintAlongItems(rules, ConstraintTrie(*arrays, catalog.most_children), stops)
+    trie = ConstraintTrie(*arrays, catalog.most_children, catalog.tokens_by_depth())
+    return ConstraintAlongItems(rules, trie, stops)
 
 
 def along(items: Sequence[Item], prompt: list[int], ends: int | None = EOS) -> Callable[[int, torch.Tensor], list[int]]:

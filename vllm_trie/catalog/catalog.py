@@ -103,6 +103,16 @@ class Catalog(CatalogHeader):
         """What `first_child`, `tokens` and `is_item` take."""
         return self.first_child.nbytes + self.tokens.nbytes + self.is_item.nbytes
 
+    def tokens_by_depth(self) -> list[np.ndarray]:
+        """Of each depth, the root's first, the tokens that come there in any item: [K] int64, ascending."""
+        levels, (first, end) = list[np.ndarray](), (1, int(self.first_child[1]))
+        while first < end:
+            comes = np.zeros(self.max_token + 1, dtype=bool)
+            comes[self.tokens[first:end]] = True
+            levels.append(comes.nonzero()[0])
+            first, end = end, int(self.first_child[end])
+        return levels
+
     def to_bytes(self) -> bytes:
         """The whole content; where it came in bytes, these."""
         return self.data.obj if isinstance(self.data.obj, bytes) else bytes(self.data)

@@ -30,6 +30,7 @@ class SearchInputs(NamedTuple):
         select_next: That of `slots`, or what does the same on this device.
         boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
         has_pending: Items that end are ranked by other boosts than what goes on: by `SearchBeams.boosts` at an end.
+        level: [V] int64, ascending: the tokens that logits are of, if not of a whole vocabulary.
     """
 
     draws: Sequence[Draw] = ()
@@ -37,6 +38,7 @@ class SearchInputs(NamedTuple):
     select_next: Callable[..., SearchCandidates[torch.Tensor]] = choose_next_search_beams
     boosts: torch.Tensor | None = None
     has_pending: bool = False
+    level: torch.Tensor | None = None
 
 
 class SearchDecision(NamedTuple):

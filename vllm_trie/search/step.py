@@ -68,6 +68,19 @@ def is_light_search_step(rules: SearchRules) -> bool:
     return isinstance(strategy, BestStrategy) and strategy.semantics != "vllm" and has_no_filters and not boosts
 
 
+def is_narrow_search_step(rules: SearchRules) -> bool:
+    """Whether a step needs the logits of a catalog's level alone: nothing looks at, reports or masks other tokens."""
+    items, stops = rules.items, rules.stops
+    return (
+        items is not None
+        and items.needs_level_alone
+        and rules.constraints == (items,)
+        and isinstance(rules.strategy, BestStrategy)
+        and not (rules.is_controlled or stops.barred_token_ids)
+        and rules.num_logprobs is None
+    )
+
+
 def joint_search_distribution(
     rules: SearchRules, logits: torch.Tensor, beams: SearchBeams
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.messages import BEAM_GROUPS, attach_result_messages, catalog_change_message, row_mask_message
 from vllm_trie.search.devices import is_searched_on_host
+from vllm_trie.search.step import is_narrow_search_step
 from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.supported_engines import engine_has_logits_processors, plugin_config_of
 from vllm_trie.worker import launches
@@ -42,6 +44,7 @@ from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_row_state
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled_rows, scatter_row_logprobs, sub_batch_of_rows
+from vllm_trie.worker.select.narrow import NarrowSelectionHead, SelectionLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.step_context import RunnerStepContext
@@ -77,6 +80,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.catalogs: RowCatalogs
         self.rows: Rows
         self.selector: Selector
+        self.narrow_head: NarrowSelectionHead
         self.speculation = RunnerSpeculation()
         self.amateur: SelectionAmateur | None = None
 
@@ -105,6 +109,8 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
             together = widest_steps.most_rows_measured_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
+        sampler: Any = self.sampler
+        self.narrow_head = NarrowSelectionHead(self.model, self.vllm_config, sampler.compute_nans)
         if (
             launches.worker_runs_kernels_on(self.device)
             and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
@@ -154,6 +160,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if is_searched_on_host(self.device):
             return
         logits = self.model.compute_logits(hidden_states)
+        self.narrow_head.most_tokens(hidden_states)  # now, as it takes memory
         self.speculation.take_memory()
         widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
@@ -230,41 +237,58 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             self.speculation.place(input_batch, prepared[1])
         return prepared
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.step.steps:
-            return super().sample(*args, **kwargs)
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        step = self.step
+        if not step.steps:
+            return super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
+        model: Any = self.model  # type: ignore[has-type]
+        # A grammar masks the logits of a batch by their places, and forests look theirs up.
+        if grammar_output is None and not step.forests and self._has_narrow_steps():
+            step.most_narrow = self.narrow_head.most_tokens(hidden_states)
+            if (plan := self.selector.plan(step, input_batch)).narrow:
+                project = partial(self.narrow_head.project, plan, self.selector.levels(plan))
+                self.model = SimpleNamespace(compute_logits=project)
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
         try:
-            sampled = super().sample(*args, **kwargs)
+            sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         finally:
             self.sampler, self.rejection_sampler = stock
+            self.model = model
         if self.stages is not None:
             self.stages.send(self.step)
         return sampled
+
+    def _has_narrow_steps(self) -> bool:
+        """Whether any group needs the logits of few tokens alone."""
+        return any(is_narrow_search_step(self.groups[group_id].rules) for group_id in self.step.selecting)
 
     def _sample_beside_beams(
         self,
         sampler: Any,
         rejection_sampler: Any,
-        logits: torch.Tensor,
+        selection_logits: torch.Tensor | SelectionLogits,
         batch: InputBatch,
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
         step, plan = self.step, self.selector.plan(self.step, batch)
+        logits = selection_logits.whole if isinstance(selection_logits, SelectionLogits) else selection_logits
         rows, ordinary, num_sampled, of_ordinary = plan.rows, plan.ordinary, plan.num_sampled, None
         is_planned = not (len(ordinary) or step.forests)
         if not is_planned:  # what is counted of others is written beside
             num_sampled = num_sampled.copy()
         if len(ordinary):
             smaller = sub_batch_of_rows(batch, ordinary)
+            at = plan.among_on_device[smaller.logits] if plan.narrow else smaller.logits
             if smaller.batch.num_draft_tokens:
                 invalid = None if invalid_drafts is None else invalid_drafts[smaller.logits]
-                of_ordinary = rejection_sampler(logits[smaller.logits], smaller.batch, draft_logits, invalid)
+                of_ordinary = rejection_sampler(logits[at], smaller.batch, draft_logits, invalid)
             else:
-                of_ordinary = sampler(smaller.of(logits), smaller.batch)
+                of_ordinary = sampler(logits[at] if plan.narrow else smaller.of(logits), smaller.batch)
             if of_ordinary.logprobs_tensors is not None:
                 of_ordinary.logprobs_tensors = scatter_row_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
 
@@ -274,7 +298,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.amateur is not None and plan.contrasts:
             amateur = self.amateur.of_step(step.steps, self.groups, rows)
         with gpu_sync_allowed() if step.forests or plan.waits or self.rank_check is not None else nullcontext():
-            step.selected = self.selector.select(step, plan, logits, sampled, amateur)
+            step.selected = self.selector.select(step, plan, selection_logits, sampled, amateur)
             if step.forests:
                 step.decided = self.speculation.accept(rows, logits, sampled, num_sampled)
             if self.rank_check is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from types import ModuleType
 
@@ -349,12 +349,12 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         assert own.finished.scores.tolist() == pytest.approx(other.finished.scores.tolist(), rel=2e-6)
 
 
-MANY_CHILDREN = along_of(
-    [*product(range(150), (3, 9)), (150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))]
-    + [(7, own) for own in range(70, 150)],
-    ItemConstraint("items"),
-    device=DEVICE,
-)
+OF_MANY_CHILDREN = [
+    *product(range(150), (3, 9)),
+    *((150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))),
+    *((7, own) for own in range(70, 150)),
+]
+MANY_CHILDREN = along_of(OF_MANY_CHILDREN, ItemConstraint("items"), device=DEVICE)
 NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
 
 
@@ -390,6 +390,45 @@ def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int,
     problem.states = {MANY_CHILDREN: torch.full((1, 5), node, device=DEVICE)}
     with only_wide():
         check(problem)
+
+
+RENORMALISED = along_of(
+    [tuple(3 * token + 1 for token in item) for item in OF_MANY_CHILDREN],
+    ItemConstraint("items", renormalizes=True),
+    device=DEVICE,
+)
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["of all tokens", "of a level"])
+@pytest.mark.parametrize("filters", [SearchFilters(), SearchFilters(0.7, 0.2)], ids=["all", "filtered"])
+@pytest.mark.parametrize("nodes", [(0,), NODES], ids=["at the root", "anywhere"])
+def test_kernels_renormalise_as_torch_does_of_all_tokens(
+    is_wide: bool, is_narrow: bool, filters: SearchFilters, nodes: tuple[int, ...]
+) -> None:
+    """Where logits are of a level alone, too: of each third token, and of one again."""
+    rules = rules_of(4, constraints=(RENORMALISED.rules,), filters=filters)
+    problem = Problem(rules, 2, 4, 460, seed=len(nodes))
+    which = torch.randint(len(nodes), (2, 4), generator=problem.random)
+    problem.states = {RENORMALISED: torch.tensor(nodes)[which].to(DEVICE)}
+    theirs = problem.by_torch()
+    if is_narrow:
+        level = torch.tensor([*range(1, 454, 3), 451], device=DEVICE)
+        of_level = problem.logits.values[:, level].contiguous()
+        problem.logits = KernelLogits.of(of_level, problem.logits.which, rules.stops)._replace(level=level)
+        problem.shape = 2, 4, len(level)
+    with only_wide() if is_wide else nullcontext():
+        taken, sampled = problem.by_kernels()
+    lives = theirs.scores > NEVER
+    assert lives.any()
+    assert torch.equal(taken.going.parents[lives], theirs.parents[lives])
+    assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
+    assert torch.equal(sampled[problem.places, 0].view(2, 4), taken.going.tokens)
+    torch.testing.assert_close(taken.going.scores, theirs.scores, atol=1e-5, rtol=1e-5)
+    for own, other in zip(unpack_search_steps(taken.words.cpu().numpy(), taken.layout), range(2), strict=True):
+        ended = theirs.finished.scores[other] > NEVER
+        assert own.finished.tokens.tolist() == theirs.finished.tokens[other][ended].tolist()
+        assert own.finished.scores == pytest.approx(theirs.finished.scores[other][ended].numpy(), abs=1e-5)
 
 
 def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:

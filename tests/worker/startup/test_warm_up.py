@@ -223,16 +223,18 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
 
 
 @pytest.mark.parametrize("most_children", [1, 16, 17, 4096, 4097])
+@pytest.mark.parametrize("renormalizes", [False, True])
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
-    noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int
+    noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int, renormalizes: bool
 ) -> None:
-    items = ItemConstraint(CATALOG)
+    items = ItemConstraint(CATALOG, renormalizes=renormalizes)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     along = items.on({CATALOG: ConstraintTrie(*parts, [most_children])}, ())
     for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         for are_barred, num_beams in product([False, True], [None, -(-width // 3)]):
             rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
-            for logits, num_rows in product(logits_of_steps(), {1, width}):
+            of_levels = [nowhere(width, size, dtype=torch.bfloat16) for size in (64, 192)] if renormalizes else []
+            for logits, num_rows in product([*logits_of_steps(), *of_levels], {1, width}):
                 take(rules, logits, num_rows, {along: nowhere(1, num_rows)})
     assert noted["_select_kernel"].count > 100
     assert noted["_rank_item_tiles_kernel"].count > 0

@@ -6,18 +6,20 @@ not the vocabulary, so a step costs the same however many items there are. Sourc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_for_search
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
+LEVEL_UNIT = 64  # tokens: logits of so many, or a multiple, are aligned
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class ItemConstraint(Constraint):
         """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""
         return self == ItemConstraint(self.catalog)
 
+    @property
+    def needs_level_alone(self) -> bool:
+        """Whether each hypothesis is an item and nothing else, and tokens that no item has at a depth do not count."""
+        return self == ItemConstraint(self.catalog, renormalizes=True)
+
     def on(self, tries: Mapping[str, ConstraintTrie], stop_token_ids: tuple[int, ...]) -> ConstraintAlongItems:
         """See `Constraint`."""
         return ConstraintAlongItems(self, tries[self.catalog], stop_token_ids)
@@ -58,14 +65,33 @@ class ConstraintTrie:
         tokens: [nodes] int32, by which each node is entered; ascending among siblings.
         is_item: [nodes] bool, an item ends here.
         most_children: By depth, how many a node there has at most.
+        levels: By depth, which tokens lead on from any node there, see `Catalog.tokens_by_depth`; none if left out.
     """
 
     def __init__(
-        self, first_child: torch.Tensor, tokens: torch.Tensor, is_item: torch.Tensor, most_children: list[int]
+        self,
+        first_child: torch.Tensor,
+        tokens: torch.Tensor,
+        is_item: torch.Tensor,
+        most_children: list[int],
+        levels: Sequence[np.ndarray] = (),
     ) -> None:
         self.first_child, self.tokens, self.is_item = first_child, tokens, is_item
         self.most_children = most_children
         self.num_nodes = len(tokens)
+        self.most_in_level = max(map(len, levels), default=0)
+        self._levels, self._uploaded = levels, dict[int, torch.Tensor]()
+
+    def level(self, length: int) -> torch.Tensor:
+        """[K] int64, ascending: all that may follow so many tokens; the last one again, up to a multiple of a unit.
+
+        Nothing follows the leaves: there it is any level.
+        """
+        depth = length if length < len(self._levels) else 0
+        if depth not in self._uploaded:
+            tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
+            self._uploaded[depth] = uploaded_for_search(tokens, self.tokens.device)
+        return self._uploaded[depth]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def best_strategy_continuations(
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         found = sparse.continuations(beams.states[sparse], most)
         tokens, targets, ends = found.tokens, found.targets, None
+        if inputs.level is not None:
+            found = found._replace(tokens=torch.searchsorted(inputs.level, tokens).clamp_(max=vocab_size - 1))
         if has_end_boosts(are_over):
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)

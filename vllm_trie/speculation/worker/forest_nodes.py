@@ -13,6 +13,7 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import slots as slots_kernel
 from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.select.cohort import selection_index_of
 from vllm_trie.worker.select.select import Selector
 
 ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
@@ -47,7 +48,8 @@ class VerifiedForestNodes:
         slots = np.repeat(self.forest_step.group.slots[[path[0] for path in paths]], lengths)
         depths = np.array(self.forest.depths)[nodes]
         of_paths = self.at[nodes], slots, self.forest_step.start + 1 + depths, depths
-        self.values = self._selector.processed(rows, self.values, *of_paths)
+        values = self.values[selection_index_of(self.at[nodes], self.values.device)]
+        self.values = self._selector.processed(rows, values, *of_paths)
         self.at[nodes] = np.arange(len(nodes))
 
     def parts(self, alike: list[VerifiedForestNodes]) -> list[list[VerifiedForestNodes]]:

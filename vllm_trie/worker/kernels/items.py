@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.search.constraints.catalog import LEVEL_UNIT, ConstraintAlongItems
+from vllm_trie.search.devices import search_numbers
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes
@@ -27,13 +29,16 @@ from vllm_trie.worker.kernels.order_keys import (
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
-    BLOCK,
     MOST_PER_ROW,
+    NOT_ALLOWED,
     KernelKeys,
+    KernelLogits,
     KernelRanking,
     KernelTiles,
+    logits_in_kernel,
     logprobs_in_kernel,
     normalise_in_kernel,
+    subtracted_in_kernel,
 )
 from vllm_trie.worker.kernels.wide_keys import (
     KEYS_AT_A_TIME,
@@ -56,20 +61,42 @@ WARPS_TO_RANK = 4
 def kernels_take_items_alone(rules: SearchRules) -> bool:
     """Whether beams go along a catalog, each one item, and nothing else bounds or reports what rows take."""
     items = rules.items
-    return items is not None and items.is_plain and (rules.constraints, rules.num_logprobs) == ((items,), None)
+    is_one_item = items is not None and (items.is_plain or items.needs_level_alone)
+    return is_one_item and (rules.constraints, rules.num_logprobs) == ((items,), None)
+
+
+def kernel_level_of(along: ConstraintAlongItems, logits: KernelLogits) -> torch.Tensor | None:
+    """[V] int64, which tokens logits are of, where rows are normalised among their children; None: among all tokens."""
+    if not along.rules.renormalizes:
+        return None
+    return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
+
+
+def kernel_variants_of_logits(rules: SearchRules, logits: torch.Tensor) -> list[torch.Tensor]:
+    """Logits [N, V], and those of a level if kernels may take them by these rules, which are as far apart as these."""
+    items = rules.items
+    return [logits, *([logits.new_zeros(1, LEVEL_UNIT)] if items is not None and items.needs_level_alone else [])]
+
+
+def _level_arguments(level: torch.Tensor | None) -> tuple[torch.Tensor | None, int, int]:
+    """What kernels take of it: how many tokens, and with how many bits they are counted."""
+    num_tokens = 0 if level is None else len(level)
+    return level, num_tokens, num_tokens.bit_length()
 
 
 def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
     """Ranks the best `count` children of each row."""
     children = CHILDREN[bisect_left(CHILDREN, sizes.most_children)]
-    compiled = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), children)
 
-    def launch(tiles: KernelTiles, scores: torch.Tensor, *nodes: torch.Tensor) -> KernelKeys:
+    def launch(
+        tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
+    ) -> KernelKeys:
+        compiled = kernel_sizes_to_rank_items(tiles.num_blocks, children)
         keys = torch.empty(2, scores.numel(), KEPT.value, dtype=torch.int64, device=scores.device)
         normal = torch.empty(scores.numel(), 2, dtype=torch.float32, device=scores.device)
         _rank_items_kernel[scores.numel(),](
-            *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, keys, normal,
-            **compiled, num_warps=WARPS_TO_RANK,
+            *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, *_level_arguments(level),
+            keys, normal, **compiled, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
         return KernelKeys(keys, normal)
 
@@ -83,20 +110,23 @@ def kernel_places_for_items(sizes: KernelStepSizes) -> int:
 
 def rank_items_of_many_by_kernels(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
     """Ranks the best `count` children of each group."""
-    num_places, compiled = kernel_places_for_items(sizes), kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK))
+    num_places = kernel_places_for_items(sizes)
 
-    def launch(tiles: KernelTiles, scores: torch.Tensor, *nodes: torch.Tensor) -> KernelKeys:
+    def launch(
+        tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
+    ) -> KernelKeys:
+        nodes_and_level, compiled = (*nodes, *_level_arguments(level)), kernel_sizes_to_rank_tiles(tiles.num_blocks)
         (num_groups, num_rows), num_lists = scores.shape, 2 * len(scores)
         of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
         keys = torch.empty(num_lists, num_rows * num_places // TILE, dtype=torch.int64, device=scores.device)
         _rank_item_tiles_kernel[scores.numel(),](
-            *tiles.of_logits, *tiles[4:], scores, num_rows, num_places, log_min_p, *nodes, keys, of_rows,
-            **compiled, num_warps=WARPS_TO_RANK,
+            *tiles.of_logits, *tiles[4:], scores, num_rows, num_places, log_min_p, *nodes_and_level, keys,
+            of_rows, **compiled, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
         chosen, keys = split_kernel_keys(keys, count, TILE)
         _rank_items_of_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
-            *tiles.of_logits, chosen, chosen.shape[1], of_rows, num_groups, num_rows, num_places, *nodes, keys,
-            tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+            *tiles.of_logits, chosen, chosen.shape[1], of_rows, num_groups, num_rows, num_places, *nodes_and_level,
+            keys, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
         )  # fmt: skip
         return KernelKeys(kernel_keys_in_order(keys, min(count, keys.shape[1])).view(2, num_groups, -1), of_rows)
 
@@ -118,23 +148,55 @@ def item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
     return tl.where(begin < end, own, LAST_KEY), own
 
 
+@triton.jit
+def places_in_kernel(node, exists, node_tokens, level, num_level, level_bits):
+    """Where the logits of nodes are in a row: at their tokens, or where these are in a level [num_level]."""
+    place = tl.load(node_tokens + node, mask=exists, other=0)
+    if level is not None:
+        token, place = place, place * 0
+        for bit in range(level_bits):
+            further = place + (tl.full([], 1, tl.int32) << (level_bits - 1 - bit))
+            last = tl.load(level + further - 1, mask=further <= num_level, other=(1 << 31) - 1)
+            place = tl.where(last < token, further, place)
+    return place
+
+
+@triton.jit
+def child_logits_in_kernel(values, place, exists, vocab_size, classes, temperature):
+    """Logits of a row's children, -inf for what is none, or may not be taken."""
+    own = tl.load(classes + place, mask=exists & (place < vocab_size), other=NOT_ALLOWED).to(tl.int32)
+    return tl.where(own != NOT_ALLOWED, logits_in_kernel(values, place, vocab_size, temperature), float("-inf"))
+
+
+@triton.jit
+def sum_in_kernel(logit, highest):
+    """Of exponentials of what is left when `highest` is subtracted."""
+    return tl.sum(tl.exp(logit - tl.where(highest == float("-inf"), 0.0, highest)), axis=0)
+
+
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count", "num_level", "level_bits"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_items_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    count, log_min_p, states, first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
+    count, log_min_p, states, first_child, node_tokens, level, num_level, level_bits, keys, normal, blocks:
+    tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's children that have children, and the best of all: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
     normal += 2 * row
-    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
     values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
     node = tl.load(first_child + parent) + child
     exists, place = node < tl.load(first_child + parent + 1), (row % num_rows) * children + child
-    token = tl.load(node_tokens + node, mask=exists, other=0)
-    logprob = logprobs_in_kernel(values, normal, token, vocab_size, classes, temperature, ALLOWED)
+    at = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
+    if level is None:
+        score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
+    else:
+        logit = child_logits_in_kernel(values, at, exists, vocab_size, classes, temperature)
+        highest = tl.max(logit, axis=0)
+        score = subtracted_in_kernel(highest, sum_in_kernel(logit, highest), scores, row, normal)
+    logprob = logprobs_in_kernel(values, normal, at, vocab_size, classes, temperature, ALLOWED)
     least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
     going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
     num_rows_in_all = tl.num_programs(0).to(tl.int64)
@@ -150,13 +212,13 @@ def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "num_places"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "num_places", "num_level", "level_bits"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_item_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    num_places, log_min_p, states, first_child, node_tokens, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr,
-    part: tl.constexpr,
+    num_places, log_min_p, states, first_child, node_tokens, level, num_level, level_bits, keys, of_rows, blocks:
+    tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """The keys of the best of each tile of children of a row's node that have children themselves, and of all.
 
@@ -168,15 +230,31 @@ def _rank_item_tiles_kernel(
     """
     row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), num_places // tile
     of_rows += row * OF_ROW
-    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
     first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
+    of_level = node_tokens, level, num_level, level_bits
+    if level is None:
+        score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
+    else:
+        highest = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
+        total = tl.sum(tl.zeros([part], tl.float32), axis=0)
+        for start in range(0, num_places, part):
+            node = first + start + tl.arange(0, part)
+            at = places_in_kernel(node, node < end, *of_level)
+            logit = child_logits_in_kernel(values, at, node < end, vocab_size, classes, temperature)
+            highest = tl.maximum(highest, tl.max(logit, axis=0))
+        for start in range(0, num_places, part):
+            node = first + start + tl.arange(0, part)
+            at = places_in_kernel(node, node < end, *of_level)
+            logit = child_logits_in_kernel(values, at, node < end, vocab_size, classes, temperature)
+            total += sum_in_kernel(logit, highest)
+        score = subtracted_in_kernel(highest, total, scores, row, of_rows)
     least = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
     if log_min_p > float("-inf"):
         for start in range(0, num_places, part):
             node = first + start + tl.arange(0, part)
-            token = tl.load(node_tokens + node, mask=node < end, other=0)
-            logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+            at = places_in_kernel(node, node < end, *of_level)
+            logprob = logprobs_in_kernel(values, of_rows, at, vocab_size, classes, temperature, ALLOWED)
             least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
         least += log_min_p
     tl.store(of_rows + LEAST, least)
@@ -185,8 +263,8 @@ def _rank_item_tiles_kernel(
     for start in range(0, num_places, part):
         child = start + tl.arange(0, part)
         exists = (child < num_places) & (first + child < end)
-        token = tl.load(node_tokens + first + child, mask=exists, other=0)
-        logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+        of_logit = places_in_kernel(first + child, exists, *of_level)
+        logprob = logprobs_in_kernel(values, of_rows, of_logit, vocab_size, classes, temperature, ALLOWED)
         place, at = (row % num_rows) * num_places + child, start // tile + tl.arange(0, part // tile)
         going, own = item_keys_in_kernel(first + child, exists, place, logprob, least, score, first_child)
         best = tl.min(tl.reshape(going, [part // tile, tile]), axis=1)
@@ -196,12 +274,15 @@ def _rank_item_tiles_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_chosen", "num_groups", "num_rows", "num_places"],
+    do_not_specialize=[
+        *("vocab_size", "num_chosen", "num_groups", "num_rows", "num_places", "num_level", "level_bits"),
+    ],
     do_not_specialize_on_alignment=["index", "states"],
 )
 def _rank_items_of_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
-    num_rows, num_places, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
+    num_rows, num_places, states, first_child, node_tokens, level, num_level, level_bits, keys, tile: tl.constexpr,
+    lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
     number = tl.program_id(1).to(tl.int64)
@@ -213,7 +294,7 @@ def _rank_items_of_tiles_kernel(
     node = tl.load(first_child + parent) + child
     exists &= node < tl.load(first_child + parent + 1)
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
-    token = tl.load(node_tokens + node, mask=exists, other=0)
+    token = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
     logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
     least, score = tl.load(of_rows + LEAST), tl.load(of_rows + SCORE)
     going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)

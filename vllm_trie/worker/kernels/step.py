@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from vllm_trie.search.beams import STATELESS, SearchBeams, States
+from vllm_trie.search.beams import SearchBeams, States
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.filters import NO_PRUNING
@@ -24,7 +24,9 @@ from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import CHILDREN, SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.decide import SEMANTICS, KernelDecision, kernel_slots_of, kernel_slots_up_to
 from vllm_trie.worker.kernels.items import (
+    kernel_level_of,
     kernel_places_for_items,
+    kernel_variants_of_logits,
     kernels_take_items_alone,
     rank_items_of_few_by_kernel,
     rank_items_of_many_by_kernels,
@@ -37,6 +39,7 @@ from vllm_trie.worker.kernels.tiles import (
     KernelLogits,
     KernelRanking,
     KernelRowRanking,
+    KernelTiles,
     Wanted,
     can_filter_in_kernels,
     kernel_log_min_p,
@@ -95,13 +98,15 @@ class KernelStep(TakeStep):
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
         """See `TakeStep`."""
-        tiles = launch_tile_maxima(logits._replace(temperature=self._temperature))
-        scores = beams.scores.contiguous()
+        logits, scores = logits._replace(temperature=self._temperature), beams.scores.contiguous()
         if self._is_along:
             ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
             nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
-            keys = self._rank(tiles, scores, *nodes).keys
+            level = kernel_level_of(along, logits)
+            tiles = launch_tile_maxima(logits) if level is None else KernelTiles(logits.arguments)
+            keys = self._rank(tiles, scores, level, *nodes).keys
             return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
+        tiles = launch_tile_maxima(logits)
         taken = self._decide(self._rank(tiles, scores).keys, places, sampled)
         if self._report is not None:
             self._report(tiles, taken.words)
@@ -134,15 +139,16 @@ def wanted_by_kernels(rules: SearchRules) -> Wanted:
 def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step of few beams for each number of slots, of children and of log-probabilities; and steps of many."""
     nothing = torch.zeros(2, dtype=torch.int64, device=serving.device)
-    row, items = nothing[:1], ItemConstraint("")
+    row = nothing[:1]
     for logits in serving.logits:
         for rules in _kernel_variants(serving.most_beams):
             for most_children in CHILDREN if rules.constraints else (0,):
                 trie = ConstraintTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
-                along: States = {items.on({"": trie}, ()): row[None]} if rules.constraints else STATELESS
+                along: States = {key.on({"": trie}, ()): row[None] for key in rules.constraints}
                 beams = SearchBeams(torch.zeros(1, 1, device=serving.device), states=along)
-                if can_take_by_kernels(rules, sizes := KernelStepSizes.of(beams, logits.shape[1])):
-                    KernelStep(rules, sizes)(KernelLogits.of(logits, row), beams, row, row[None].clone())
+                for values in kernel_variants_of_logits(rules, logits):
+                    if can_take_by_kernels(rules, sizes := KernelStepSizes.of(beams, values.shape[1])):
+                        KernelStep(rules, sizes)(KernelLogits.of(values, row), beams, row, row[None].clone())
 
 
 def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
@@ -150,6 +156,8 @@ def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
     for width in (*kernel_slots_up_to(most_beams), SLOTS[-1] + 1):
         yield SearchRules(width, BestStrategy(), StopConstraints((0,)))
         yield SearchRules(width, VLLM, StopConstraints((0,)))
-        yield SearchRules(width, BestStrategy(), constraints=(ItemConstraint(""),))
+        for renormalizes in (False, True):
+            items = ItemConstraint("", renormalizes=renormalizes)
+            yield SearchRules(width, BestStrategy(), constraints=(items,))
     for num_logprobs in REPORTED:
         yield SearchRules(SLOTS[0], BestStrategy(), num_logprobs=num_logprobs)

@@ -53,6 +53,7 @@ class KernelLogits(NamedTuple):
         mixed: [B] int32, which of the blocks in which not all tokens go on each is, from 1 on; else 0.
         num_mixed: M, as many as these or more.
         temperature: That divides them.
+        level: [V] int64, see `SearchInputs`.
     """
 
     values: torch.Tensor
@@ -61,6 +62,7 @@ class KernelLogits(NamedTuple):
     mixed: torch.Tensor
     num_mixed: int
     temperature: float = 1.0
+    level: torch.Tensor | None = None
 
     @staticmethod
     def of(values: torch.Tensor, which: torch.Tensor, stops: StopConstraints = NO_STOPS) -> KernelLogits:
@@ -88,16 +90,17 @@ def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, devic
 class KernelTiles(NamedTuple):
     """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum.
 
-    Kernels take all of it, or what comes first or last, in this order; the last three normalise rows.
+    Nothing, where rows are normalised among few tokens. Kernels take all of it, or what comes first or last, in this
+    order; the last three normalise rows.
     """
 
     of_logits: tuple[torch.Tensor | float, ...]  # what kernels take of the logits themselves, see `KernelLogits`
-    going: torch.Tensor  # [R, B * TILES] float32, of what goes on
-    ending: torch.Tensor  # [R, M * TILES] float32, of what ends, in mixed blocks
-    num_mixed: int  # M
-    maxima: torch.Tensor  # [R, B] float32
-    sums: torch.Tensor  # [R, B] float32, of exponentials of what is left when the maximum is subtracted
-    num_blocks: int  # B
+    going: torch.Tensor | None = None  # [R, B * TILES] float32, of what goes on
+    ending: torch.Tensor | None = None  # [R, M * TILES] float32, of what ends, in mixed blocks
+    num_mixed: int = 0  # M
+    maxima: torch.Tensor | None = None  # [R, B] float32
+    sums: torch.Tensor | None = None  # [R, B] float32, of exponentials of what is left when the maximum is subtracted
+    num_blocks: int = 1  # B
 
 
 class KernelKeys(NamedTuple):
@@ -213,15 +216,25 @@ def warps_to_rank(kept: int) -> int:
 
 @triton.jit
 def normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks: tl.constexpr):
-    """Write what is subtracted from a row's logits. Returns the row's score, -inf if it ends here.
-
-    That is a row that may take nothing, or has no number among its logits.
-    """
+    """Write what is subtracted from a row's logits, see `subtracted_in_kernel`."""
     block = tl.arange(0, blocks)
     most = tl.load(maxima + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
     parts = tl.load(sums + row * num_blocks + block, mask=block < num_blocks, other=0.0)
     highest = tl.max(most, axis=0)
     total = tl.sum(parts * tl.exp(tl.where(most == float("-inf"), 0.0, most - highest)), axis=0)
+    return subtracted_in_kernel(highest, total, scores, row, normal)
+
+
+@triton.jit
+def subtracted_in_kernel(highest, total, scores, row, normal):
+    """Write what is subtracted from a row's logits. Returns the row's score, -inf if it ends here.
+
+    That is a row that may take nothing, or has no number among its logits.
+
+    Args:
+        highest: Of its logits.
+        total: Of exponentials of what is left when `highest` is subtracted.
+    """
     tl.store(normal, highest)
     tl.store(normal + 1, tl.where(total > 0, tl.log(total), float("inf")))
     tl.debug_barrier()

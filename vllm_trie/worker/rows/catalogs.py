@@ -10,6 +10,8 @@ import torch
 from vllm_trie import catalog as catalog_files
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.constraints.catalog import ConstraintTrie
+from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import is_narrow_search_step
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
@@ -28,6 +30,15 @@ class RowCatalogs:
         self._device, self._room = device, room
         self.files = files
         self.tries: dict[str, ConstraintTrie] = {}
+
+    def narrow(self, rules: SearchRules, most: int) -> bool:
+        """Whether searches with these rules need the logits of a level alone, of which none has more than `most`."""
+        return most > 0 and is_narrow_search_step(rules) and 0 < self.trie_of(rules).most_in_level <= most
+
+    def trie_of(self, rules: SearchRules) -> ConstraintTrie:
+        """The trie along which searches with these rules go."""
+        assert rules.items is not None
+        return self.tries[rules.items.catalog]
 
     def room(self) -> torch.Tensor | None:
         """As much memory as what comes with requests may take; None without a device."""
@@ -66,7 +77,8 @@ class RowCatalogs:
             return
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
-        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, catalog.most_children)
+        sizes = catalog.most_children, catalog.tokens_by_depth()
+        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, *sizes)
 
 
 class TakesRowCatalogs:

@@ -26,18 +26,19 @@ def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | 
 
 
 def planned_selection(
-    cohort: SelectionCohort, values: torch.Tensor, beams: SearchBeams
+    cohort: SelectionCohort, values: torch.Tensor, beams: SearchBeams, level: torch.Tensor | None
 ) -> tuple[KernelLogits, TakeStep | None]:
     """The logits of a cohort's rows among `values` [N, V], and what by kernels takes its step; planned once.
 
     Args:
         beams: What its rows carry.
+        level: Which tokens these are logits of, see `SearchInputs`.
     """
     sizes = KernelStepSizes.of(beams, values.shape[1])
     if (plan := cohort.plans.get(sizes)) is None:
         logits = KernelLogits.of(values, cohort.on_device[0], cohort.rules.stops)
         plan = cohort.plans[sizes] = logits._replace(values=NO_VALUES), select_by_kernels(cohort.rules, sizes)
-    return plan[0]._replace(values=values), plan[1]
+    return plan[0]._replace(values=values, level=level), plan[1]
 
 
 @dataclass(frozen=True)

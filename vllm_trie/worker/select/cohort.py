@@ -37,6 +37,7 @@ class InStep(NamedTuple):
     selects: bool
     is_plain: bool  # it takes one step of its search
     has_masks: bool  # a grammar says what its rows may take
+    narrows: bool  # of its rows the logits of a catalog's level alone are computed
 
 
 @dataclass(eq=False)
@@ -51,8 +52,10 @@ class SelectionCohort:
         groups: Their rows.
         slots: [G, r], of these.
         places: [G, r], of these in the batch.
-        index: [G, r], which of the batch's logits are those of the rows.
+        narrows: Of the rows the logits of a catalog's level alone are computed, and apart from all others.
+        index: [G, r], which of the batch's logits are those of the rows, if all are computed.
         device: Of the logits.
+        among: [G, r], which of those that are computed of whole rows they are, or of the cohort's own, if it narrows.
         plans: By the sizes of a step, once kernels have been asked for it: what they know of the rows' logits, but for
             their values, and what takes the step; None where torch does.
     """
@@ -61,11 +64,13 @@ class SelectionCohort:
     rules: SearchRules
     moves: bool
     has_masks: bool
+    narrows: bool
     groups: list[GroupRows]
     slots: np.ndarray
     places: np.ndarray
     index: np.ndarray
     device: torch.device
+    among: np.ndarray
     plans: dict[KernelStepSizes, tuple[KernelLogits, TakeStep | None]] = field(default_factory=dict)
     _layout: SearchResultLayout | None = None
 
@@ -77,13 +82,18 @@ class SelectionCohort:
 
     @cached_property
     def which(self) -> slice | torch.Tensor:
-        """`index`, where it is to be looked up on the device."""
+        """`among`, where it is to be looked up on the device."""
+        return selection_index_of(self.among.ravel(), self.device)
+
+    @cached_property
+    def of_hidden_states(self) -> slice | torch.Tensor:
+        """`index`, likewise: there are as many hidden states as logits, if all are computed."""
         return selection_index_of(self.index.ravel(), self.device)
 
     @cached_property
     def on_device(self) -> torch.Tensor:
         """[2, G * r] int64: which of the logits that selection sees are those of the rows, and `places`."""
-        seen = np.arange(self.index.size) if self.rules.is_controlled else self.index.ravel()
+        seen = np.arange(self.index.size) if self.rules.is_controlled else self.among.ravel()
         return uploaded_for_search(np.stack([seen, self.places.ravel()]), self.device)
 
 
@@ -107,12 +117,17 @@ class SelectionBatchPlan:
         batch = rows.batch
         self._in_step, self.rows, self._device = in_step, rows, device
         self._layout = batch.idx_mapping_np.copy(), batch.cu_num_logits_np.copy()
-        alike = defaultdict[tuple[SearchRules, bool, bool], list[str]](list)
+        alike = defaultdict[tuple[SearchRules, bool, bool, int | None], list[str]](list)
         for group_id, what in in_step.items():
             if what.is_plain:
-                alike[what.rules, what.decodes, what.has_masks].append(group_id)
-        together = (some for (rules, *_), group_ids in alike.items() for some in parts(rules, group_ids))
-        self.cohorts = [self._cohort(group_ids) for group_ids in together]
+                length = self._length(what.group) if what.narrows else None  # groups at one level stay so
+                alike[what.rules, what.decodes, what.has_masks, length].append(group_id)
+        self.cohorts = list[SelectionCohort]()
+        for (rules, *_, length), group_ids in alike.items():
+            # Few tokens take little memory, whatever else rules ask for.
+            together = [group_ids] if length is not None else parts(rules, group_ids)
+            self.cohorts.extend(map(self._cohort, together))
+        self._narrow()
         self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
         self.contrasts = any(what.rules.contrasts for what in in_step.values())
         self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
@@ -142,14 +157,38 @@ class SelectionBatchPlan:
             and np.array_equal(logits, batch.cu_num_logits_np)
         )
 
+    def _narrow(self) -> None:
+        """Find of which rows all logits are computed: `whole` [N'], of all N; and `among` [N], where they are then."""
+        self.narrow, is_whole = [own for own in self.cohorts if own.narrows], np.ones(self._layout[1][-1], dtype=bool)
+        for cohort in self.narrow:
+            is_whole[cohort.index] = False
+            cohort.among = np.arange(cohort.index.size).reshape(cohort.index.shape)
+        self.whole, self.among = is_whole.nonzero()[0], is_whole.cumsum() - 1
+        for cohort in self.cohorts if self.narrow else ():
+            if not cohort.narrows:
+                cohort.among = self.among[cohort.index]
+
+    @cached_property
+    def among_on_device(self) -> torch.Tensor:
+        """[N] int64, `among`."""
+        return uploaded_for_search(self.among, self._device)
+
+    def length(self, cohort: SelectionCohort) -> int:
+        """Tokens of each hypothesis of a cohort that narrows."""
+        return self._length(cohort.groups[0])
+
+    def _length(self, group: GroupRows) -> int:
+        return int(self.rows.num_tokens(self.rows.places(group.slots[:1]))[0]) - len(group.prompt)
+
     def _cohort(self, group_ids: list[str]) -> SelectionCohort:
         groups = [self._in_step[group_id].group for group_id in group_ids]
         slots = np.array([group.slots for group in groups])
         places = self.rows.places(slots)
         what = self._in_step[group_ids[0]]
         moves = what.decodes and places.shape[1] > 1 and not what.rules.is_last
-        of_rows = groups, slots, places, self.rows.first_logits(places)
-        return SelectionCohort(group_ids, what.rules, moves, what.has_masks, *of_rows, self._device)
+        index = self.rows.first_logits(places)
+        of_rows = what.has_masks, what.narrows, groups, slots, places, index, self._device
+        return SelectionCohort(group_ids, what.rules, moves, *of_rows, among=index)
 
 
 def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:

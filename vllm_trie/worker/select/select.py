@@ -28,6 +28,7 @@ from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
+from vllm_trie.worker.select.narrow import SelectionLogits
 from vllm_trie.worker.step_context import PackedStep, RunnerStepContext
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Selector:
         self._groups = groups
         self._sampler = runner.sampler
         self._most_together = most_together
+        self._catalogs = catalogs
         self._max_num_reqs = runner.max_num_reqs
         self._plan: SelectionBatchPlan | None = None
         self.rows = rows
@@ -91,7 +93,8 @@ class Selector:
         groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
         in_step = {
             id_: InStep(
-                groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain, id_ in masks
+                *(groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain),
+                *(id_ in masks, self._catalogs.narrow(groups[id_].rules, context.most_narrow)),
             )
             for id_, step in context.steps.items()
         }
@@ -100,11 +103,15 @@ class Selector:
         self._plan.rows.batch = batch
         return self._plan
 
+    def levels(self, plan: SelectionBatchPlan) -> list[torch.Tensor]:
+        """Of each cohort that narrows, [K] int64 on the device: the tokens whose logits it needs."""
+        return [self._catalogs.trie_of(cohort.rules).level(plan.length(cohort)) for cohort in plan.narrow]
+
     def select(
         self,
         context: RunnerStepContext,
         plan: SelectionBatchPlan,
-        logits: torch.Tensor,
+        logits: torch.Tensor | SelectionLogits,
         sampled: torch.Tensor,
         amateur: SelectionAmateurLogits | None = None,
     ) -> list[PackedStep]:
@@ -113,11 +120,13 @@ class Selector:
         Args:
             context: The step's.
             plan: Of its batch.
-            logits: [N, V], unprocessed.
+            logits: [N, V], unprocessed; in parts, if the plan narrows some.
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
         selected, parents = [], []
+        logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
+        narrow = iter(of_levels)
         into_slots = (
             launches.worker_module_for_gpus("kernels.slots").launch_select_next
             if launches.worker_runs_kernels_on(logits.device)
@@ -134,8 +143,9 @@ class Selector:
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
             else:
                 beams = beams_of_rows(groups)
-            own = self._controlled(cohort, plan.rows, logits) if rules.is_controlled else logits
-            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots), sampled)
+            level, own = next(narrow) if cohort.narrows else (None, logits)
+            own = self._controlled(cohort, plan.rows, own) if rules.is_controlled else own
+            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going)
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
@@ -166,7 +176,7 @@ class Selector:
             sampled[cohort.on_device[1], 0] = step.going.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
-        logits_of, take = kernels.planned_selection(cohort, values, beams)
+        logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
         if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):
             take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None), cohort.layout(values.shape[1]))
             if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
@@ -178,7 +188,7 @@ class Selector:
     def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
         """[G * r, V] logits of the rows of a cohort, processed."""
         num_tokens = rows.num_tokens(cohort.places).ravel()
-        return self.processed(rows, logits, cohort.index.ravel(), cohort.slots.ravel(), num_tokens)
+        return self.processed(rows, logits[cohort.which], cohort.index.ravel(), cohort.slots.ravel(), num_tokens)
 
     def processed(
         self,
@@ -193,13 +203,13 @@ class Selector:
 
         Args:
             rows: Of the batch.
-            logits: Of the batch, unprocessed.
-            index: [N], which of them.
+            logits: [N, V], unprocessed.
+            index: [N], which of the batch's they are.
             slots: [N], whose options, and whose history: the tokens of the slot's request.
             num_tokens: [N], how many tokens come before what the logits are of.
             depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
-        batch, at, device = rows.batch, selection_index_of(index, logits.device), logits.device
+        batch, device = rows.batch, logits.device
         in_slots = uploaded_once_for_search(slots, device)
         local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
@@ -207,10 +217,10 @@ class Selector:
             take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
             positions, tokens = take_newest(uploaded_once_for_search(index, device), *of_batch)
         else:
-            newest = batch.logits_indices[at]
+            newest = batch.logits_indices[selection_index_of(index, device)]
             positions, tokens = batch.positions[newest], batch.input_ids[newest]
         return self._sampler.apply_sampling_params(
-            logits[at], in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
+            logits, in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
         )
 
     def completes(
