@@ -199,8 +199,8 @@ class Soak:
 
     async def run(self, minutes: float) -> None:
         """Learn what is right, then let all clients loose."""
-        # A server closes what has been idle for as long as httpx keeps it: large requests would meet that now and then.
-        limits = httpx.Limits(keepalive_expiry=1)
+        # Each request has a connection of its own: httpx may close an idle one that it has just given to a request.
+        limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self.server.url, limits=limits, timeout=600) as client:
             await self._learn(client)
             start = time.monotonic()
