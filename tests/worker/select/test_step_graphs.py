@@ -319,11 +319,12 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator, runner.pp_handler, runner.speculation = None, None, RunnerSpeculation()
-    runner.sampler, runner.model_state = SimpleNamespace(), object.__new__(DefaultModelState)
+    runner.model, runner.sampler = None, SimpleNamespace(compute_nans=False)
+    runner.model_state = object.__new__(DefaultModelState)
     runner.req_states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=torch.zeros(8, 4, dtype=torch.int32)))
     runner.model_state.rope_state = None
     runner.model_config = SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 300)
     runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
-    runner.vllm_config = SimpleNamespace(additional_config={})
+    runner.vllm_config = SimpleNamespace(additional_config={}, model_config=runner.model_config)
     runner.load_model()
     assert isinstance(runner.selector.graphs, SelectionGraphs if mode != CUDAGraphMode.NONE else type(None))
