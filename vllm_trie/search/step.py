@@ -70,11 +70,11 @@ def is_light_search_step(rules: SearchRules) -> bool:
 
 def is_narrow_search_step(rules: SearchRules) -> bool:
     """Whether a step needs the logits of a catalog's level alone: nothing looks at, reports or masks other tokens."""
-    items, stops = rules.items, rules.stops
+    stops = rules.stops
     return (
-        items is not None
+        len(rules.constraints) == 1
+        and (items := rules.items) is not None
         and items.needs_level_alone
-        and rules.constraints == (items,)
         and isinstance(rules.strategy, BestStrategy)
         and not (rules.is_controlled or stops.barred_token_ids)
         and rules.num_logprobs is None

@@ -245,8 +245,10 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
         model: Any = self.model  # type: ignore[has-type]
+        rules_of_groups = [self.groups[group_id].rules for group_id in step.steps]
+        narrow = [rules for rules in rules_of_groups if rules.constraints and is_narrow_search_step(rules)]
         # A grammar masks the logits of a batch by their places, and forests look theirs up.
-        if grammar_output is None and not step.forests and self._has_narrow_steps():
+        if narrow and grammar_output is None and not step.forests:
             step.most_narrow = self.narrow_head.most_tokens(hidden_states)
             if (plan := self.selector.plan(step, input_batch)).narrow:
                 project = partial(self.narrow_head.project, plan, self.selector.levels(plan))
@@ -260,10 +262,6 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.stages is not None:
             self.stages.send(self.step)
         return sampled
-
-    def _has_narrow_steps(self) -> bool:
-        """Whether any group needs the logits of few tokens alone."""
-        return any(is_narrow_search_step(self.groups[group_id].rules) for group_id in self.step.selecting)
 
     def _sample_beside_beams(
         self,

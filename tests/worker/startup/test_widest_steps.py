@@ -295,6 +295,7 @@ class ProfiledRunner(BeamModelRunner):
     def __init__(self, device: torch.device = NOWHERE, speculation: Any = NO_DRAFTS, graphs: Any = None) -> None:
         self.device, self.speculation, self.sampler = device, speculation, SimpleNamespace()
         self.selector: Any = SimpleNamespace(graphs=graphs)
+        self.narrow_head: Any = SimpleNamespace(most_tokens=lambda _: 0)
         self.catalogs = RowCatalogs(device, room=1000)
         self.speculator = None
         self.model = SimpleNamespace(compute_logits=lambda states: states)

@@ -33,7 +33,7 @@ class RowCatalogs:
 
     def narrow(self, rules: SearchRules, most: int) -> bool:
         """Whether searches with these rules need the logits of a level alone, of which none has more than `most`."""
-        return most > 0 and is_narrow_search_step(rules) and 0 < self.trie_of(rules).most_in_level <= most
+        return is_narrow_search_step(rules) and 0 < self.trie_of(rules).most_in_level <= most
 
     def trie_of(self, rules: SearchRules) -> ConstraintTrie:
         """The trie along which searches with these rules go."""
