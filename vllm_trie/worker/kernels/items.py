@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.constraints.catalog import LEVEL_UNIT, ConstraintAlongItems
+from vllm_trie.search.constraints.catalog import LEVEL_UNIT
 from vllm_trie.search.devices import search_numbers
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
@@ -29,6 +29,7 @@ from vllm_trie.worker.kernels.order_keys import (
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
+    BLOCK,
     MOST_PER_ROW,
     NOT_ALLOWED,
     KernelKeys,
@@ -56,6 +57,7 @@ KEPT = tl.constexpr(MOST_PER_ROW)  # keys of a row for which there is room
 NUM_BITS = SCORE_BITS + PLACE_BITS  # of an order key
 CHILDREN_AT_A_TIME = 256  # of many, that a program looks at
 WARPS_TO_RANK = 4
+NO_LEVEL = None, 0, 0  # logits are of all tokens
 
 
 def kernels_take_items_alone(rules: SearchRules) -> bool:
@@ -65,10 +67,8 @@ def kernels_take_items_alone(rules: SearchRules) -> bool:
     return is_one_item and (rules.constraints, rules.num_logprobs) == ((items,), None)
 
 
-def kernel_level_of(along: ConstraintAlongItems, logits: KernelLogits) -> torch.Tensor | None:
-    """[V] int64, which tokens logits are of, where rows are normalised among their children; None: among all tokens."""
-    if not along.rules.renormalizes:
-        return None
+def kernel_level_of(logits: KernelLogits) -> torch.Tensor:
+    """[V] int64, which tokens logits are of, where rows are normalised among their children."""
     return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
 
 
@@ -78,24 +78,25 @@ def kernel_variants_of_logits(rules: SearchRules, logits: torch.Tensor) -> list[
     return [logits, *([logits.new_zeros(1, LEVEL_UNIT)] if items is not None and items.needs_level_alone else [])]
 
 
-def _level_arguments(level: torch.Tensor | None) -> tuple[torch.Tensor | None, int, int]:
+def _level_arguments(level: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
     """What kernels take of it: how many tokens, and with how many bits they are counted."""
-    num_tokens = 0 if level is None else len(level)
-    return level, num_tokens, num_tokens.bit_length()
+    return level, len(level), len(level).bit_length()
 
 
 def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
     """Ranks the best `count` children of each row."""
     children = CHILDREN[bisect_left(CHILDREN, sizes.most_children)]
+    among_all = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), children)
+    among_children = kernel_sizes_to_rank_items(1, children)
 
     def launch(
         tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
     ) -> KernelKeys:
-        compiled = kernel_sizes_to_rank_items(tiles.num_blocks, children)
+        of_level, compiled = (NO_LEVEL, among_all) if level is None else (_level_arguments(level), among_children)
         keys = torch.empty(2, scores.numel(), KEPT.value, dtype=torch.int64, device=scores.device)
         normal = torch.empty(scores.numel(), 2, dtype=torch.float32, device=scores.device)
         _rank_items_kernel[scores.numel(),](
-            *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, *_level_arguments(level),
+            *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, *of_level,
             keys, normal, **compiled, num_warps=WARPS_TO_RANK,
         )  # fmt: skip
         return KernelKeys(keys, normal)
@@ -110,12 +111,14 @@ def kernel_places_for_items(sizes: KernelStepSizes) -> int:
 
 def rank_items_of_many_by_kernels(sizes: KernelStepSizes, count: int, log_min_p: float) -> KernelRanking:
     """Ranks the best `count` children of each group."""
-    num_places = kernel_places_for_items(sizes)
+    num_places, among_children = kernel_places_for_items(sizes), kernel_sizes_to_rank_tiles(1)
+    among_all = kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK))
 
     def launch(
         tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
     ) -> KernelKeys:
-        nodes_and_level, compiled = (*nodes, *_level_arguments(level)), kernel_sizes_to_rank_tiles(tiles.num_blocks)
+        of_level, compiled = (NO_LEVEL, among_all) if level is None else (_level_arguments(level), among_children)
+        nodes_and_level = *nodes, *of_level
         (num_groups, num_rows), num_lists = scores.shape, 2 * len(scores)
         of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
         keys = torch.empty(num_lists, num_rows * num_places // TILE, dtype=torch.int64, device=scores.device)

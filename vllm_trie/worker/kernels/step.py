@@ -102,7 +102,7 @@ class KernelStep(TakeStep):
         if self._is_along:
             ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
             nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
-            level = kernel_level_of(along, logits)
+            level = kernel_level_of(logits) if along.rules.renormalizes else None
             tiles = launch_tile_maxima(logits) if level is None else KernelTiles(logits.arguments)
             keys = self._rank(tiles, scores, level, *nodes).keys
             return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
