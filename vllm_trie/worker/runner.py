@@ -250,7 +250,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         # A grammar masks the logits of a batch by their places, and forests look theirs up.
         if narrow and grammar_output is None and not step.forests:
             step.most_narrow = self.narrow_head.most_tokens(hidden_states)
-            if (plan := self.selector.plan(step, input_batch)).narrow:
+            if step.most_narrow and (plan := self.selector.plan(step, input_batch)).narrow:
                 project = partial(self.narrow_head.project, plan, self.selector.levels(plan))
                 self.model = SimpleNamespace(compute_logits=project)
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called

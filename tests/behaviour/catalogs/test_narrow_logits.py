@@ -91,7 +91,7 @@ def test_a_batch_of_all_kinds_of_requests_finds_what_all_logits_find(
     assert {(len(values), values.shape[1]) for values in at_two_depths} == {(WIDTH, 64)}
     assert not steps[3].narrow[0].tokens.equal(steps[3].narrow[1].tokens)
     assert all(len(one.whole) <= 2 + 3 for one in steps), "of the ordinary request's and the plain beams' rows"
-    levels = [call.args[1].level for call in by_kernel.call_args_list]
+    levels = [call.args[0].level for call in by_kernel.call_args_list]
     assert len(levels) == (sum(len(one.narrow) for one in steps) if by_kernels else 0)
     assert all(level is not None for level in levels)
 

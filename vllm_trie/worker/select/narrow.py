@@ -115,16 +115,16 @@ class NarrowSelectionHead:
             whole = hidden.new_empty(0, self._vocab_size)
         return SelectionLogits(whole, narrow)
 
-    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, K] logits of tokens [K] from hidden states [N, H]."""
+    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor, on_host: bool = False) -> torch.Tensor:
+        """[N, K] logits of tokens [K] from hidden states [N, H]; the model may find them `on_host`."""
         parts = []
         for some in torch.split(tokens, TOKENS_AT_A_TIME):
-            with self._head_of(some):
+            with self._head_of(some, on_host):
                 parts.append(self._model.compute_logits(hidden))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     @contextmanager
-    def _head_of(self, tokens: torch.Tensor) -> Iterator[None]:
+    def _head_of(self, tokens: torch.Tensor, on_host: bool) -> Iterator[None]:
         """Within it the model has these rows of its head alone."""
         processor = self._processor
 
@@ -135,7 +135,8 @@ class NarrowSelectionHead:
                 raise NarrowSelectionHeadError(f"its head is quantized, by {type(lm_head.quant_method).__name__}")
             rows = _SelectionHeadRows(lm_head.weight[tokens], lm_head.quant_method)
             bias = embedding_bias if embedding_bias is None else embedding_bias[tokens]
-            return type(processor).forward(processor, rows, hidden_states, bias, *args)
+            logits = type(processor).forward(processor, rows, hidden_states, bias, *args)
+            return logits.cpu() if on_host and logits is not None else logits
 
         vars(processor)["forward"] = forward
         try:
@@ -165,6 +166,8 @@ class NarrowSelectionHead:
         last = expected.shape[-1] - 1
         count = min(TOKENS_AT_A_TIME, expected.shape[-1] // 2)
         tokens = torch.arange(count, device=hidden.device) * last // max(count - 1, 1)
+        # First where an index that there is not raises an error: a GPU is lost with it.
+        self.logits_of(rows, tokens, on_host=True)
         expected, found = expected[:, tokens], self.logits_of(rows, tokens)
         if found.shape != expected.shape:
             raise NarrowSelectionHeadError("the model computes logits of all tokens, whatever its head has")
