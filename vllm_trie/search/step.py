@@ -10,7 +10,6 @@ import torch
 
 from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters, search_log_probabilities
@@ -71,11 +70,11 @@ def is_light_search_step(rules: SearchRules) -> bool:
 
 def is_narrow_search_step(rules: SearchRules) -> bool:
     """Whether a step needs the logits of a catalog's level alone: nothing looks at, reports or masks other tokens."""
-    constraints, stops = rules.constraints, rules.stops
+    items, stops = rules.items, rules.stops
     return (
-        len(constraints) == 1
-        and isinstance(constraints[0], ItemConstraint)
-        and constraints[0].needs_level_alone
+        items is not None
+        and items.needs_level_alone
+        and rules.constraints == (items,)
         and isinstance(rules.strategy, BestStrategy)
         and not (rules.is_controlled or stops.barred_token_ids)
         and rules.num_logprobs is None
