@@ -67,6 +67,11 @@ def kernels_take_items_alone(rules: SearchRules) -> bool:
     return is_one_item and (rules.constraints, rules.num_logprobs) == ((items,), None)
 
 
+def kernels_renormalise(rules: SearchRules) -> bool:
+    """Whether rows are normalised among their children."""
+    return rules.items is not None and rules.items.renormalizes
+
+
 def kernel_level_of(logits: KernelLogits) -> torch.Tensor:
     """[V] int64, which tokens logits are of, where rows are normalised among their children."""
     return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level

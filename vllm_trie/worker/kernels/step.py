@@ -27,6 +27,7 @@ from vllm_trie.worker.kernels.items import (
     kernel_level_of,
     kernel_places_for_items,
     kernel_variants_of_logits,
+    kernels_renormalise,
     kernels_take_items_alone,
     rank_items_of_few_by_kernel,
     rank_items_of_many_by_kernels,
@@ -93,6 +94,7 @@ class KernelStep(TakeStep):
         self._rank, self._decide = ranking.launch, KernelDecision(rules, sizes.num_rows, layout, ranking)
         self._report = None if layout.top_shape is None else KernelReport(layout, sizes.vocab_size)
         self._temperature, self._is_along = rules.filters.temperature, rules.are_sparse
+        self._is_among_children = kernels_renormalise(rules)
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
@@ -102,7 +104,7 @@ class KernelStep(TakeStep):
         if self._is_along:
             ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
             nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
-            level = kernel_level_of(logits) if along.rules.renormalizes else None
+            level = kernel_level_of(logits) if self._is_among_children else None
             tiles = launch_tile_maxima(logits) if level is None else KernelTiles(logits.arguments)
             keys = self._rank(tiles, scores, level, *nodes).keys
             return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
