@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import alternate, generate
+from benchmarks.common import alternate, generate, stop
 from benchmarks.gpu_engines import published
 from benchmarks.gpu_engines.options import CACHED, COMPUTED, catalog_of, engine_options, prompts_of
 from benchmarks.gpu_engines.published import NOTHING, Published
@@ -103,9 +102,7 @@ def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[Any]:
         try:
             yield llm
         finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            gc.collect()
+            stop(llm)
 
 
 def runs_of(llm: Any, case: Case, kind: str) -> dict[str, Callable[[], Any]]:

@@ -7,7 +7,6 @@ costs more time of the target, and the share of drafts that it accepts stays.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import models
-from benchmarks.common import TARGET, alternate, generate
+from benchmarks.common import TARGET, alternate, generate, stop
 from benchmarks.gpu_engines.options import GRAPHS_ALONE
 from benchmarks.gpu_searches import DRAFT_MODEL, MAX_TOKENS, PROMPT_LENGTH, prompts
 from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, drawn_params
@@ -87,9 +86,7 @@ def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[Any]:
         try:
             yield llm
         finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            gc.collect()
+            stop(llm)
 
 
 def rows(llm: Any, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:

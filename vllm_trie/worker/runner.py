@@ -245,12 +245,13 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
         model: Any = self.model  # type: ignore[has-type]
-        rules_of_groups = [self.groups[group_id].rules for group_id in step.steps]
-        narrow = [rules for rules in rules_of_groups if rules.constraints and is_narrow_search_step(rules)]
+        of_groups = [(group_id, self.groups[group_id].rules) for group_id in step.steps]
+        narrow = {id_: rules for id_, rules in of_groups if rules.constraints and is_narrow_search_step(rules)}
         # A grammar masks the logits of a batch by their places, and forests look theirs up.
         if narrow and grammar_output is None and not step.forests:
-            step.most_narrow = self.narrow_head.most_tokens(hidden_states)
-            if step.most_narrow and (plan := self.selector.plan(step, input_batch)).narrow:
+            most = self.narrow_head.most_tokens(hidden_states)
+            step.narrow = self.catalogs.with_small_levels(narrow, most)
+            if (plan := self.selector.plan(step, input_batch)).narrow:
                 project = partial(self.narrow_head.project, plan, self.selector.levels(plan))
                 self.model = SimpleNamespace(compute_logits=project)
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called

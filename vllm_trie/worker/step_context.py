@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -47,7 +47,7 @@ class RunnerStepContext:
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
-    most_narrow: int = 0  # tokens of a catalog's level whose logits may be computed alone; 0: all logits are computed
+    narrow: Collection[str] = ()  # groups of whose rows few logits are computed, see `worker.select.narrow`
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, DecidedMessage] = field(default_factory=dict)  # what was decided on the host: of the forests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ from vllm_trie import catalog as catalog_files
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.constraints.catalog import ConstraintTrie
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step import is_narrow_search_step
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
@@ -31,9 +30,9 @@ class RowCatalogs:
         self.files = files
         self.tries: dict[str, ConstraintTrie] = {}
 
-    def narrow(self, rules: SearchRules, most: int) -> bool:
-        """Whether searches with these rules need the logits of a level alone, of which none has more than `most`."""
-        return is_narrow_search_step(rules) and 0 < self.trie_of(rules).most_in_level <= most
+    def with_small_levels(self, rules_of_groups: Mapping[str, SearchRules], most: int) -> set[str]:
+        """The groups along catalogs of which no level has more than `most` tokens."""
+        return {id_ for id_, rules in rules_of_groups.items() if 0 < self.trie_of(rules).most_in_level <= most}
 
     def trie_of(self, rules: SearchRules) -> ConstraintTrie:
         """The trie along which searches with these rules go."""

@@ -175,7 +175,8 @@ class SelectionBatchPlan:
 
     def length(self, cohort: SelectionCohort) -> int:
         """Tokens of each hypothesis of a cohort that narrows."""
-        return self._length(cohort.groups[0])
+        (length,) = {self._length(group) for group in cohort.groups}  # or some would be read as tokens of another level
+        return length
 
     def _length(self, group: GroupRows) -> int:
         return int(self.rows.num_tokens(self.rows.places(group.slots[:1]))[0]) - len(group.prompt)

@@ -91,11 +91,10 @@ class Selector:
     def plan(self, context: RunnerStepContext, batch: InputBatch) -> SelectionBatchPlan:
         """What is known of a batch before there are logits: what was known of the last one, as a rule."""
         groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
-        most_narrow = context.most_narrow
         in_step = {
             id_: InStep(
                 *(groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain),
-                *(id_ in masks, most_narrow > 0 and self._catalogs.narrow(groups[id_].rules, most_narrow)),
+                *(id_ in masks, id_ in context.narrow),
             )
             for id_, step in context.steps.items()
         }
