@@ -131,6 +131,7 @@ class Measurement:
             "rows": ("each row reads", args.shared_prefix_attention == "off"),
             "uncompiled": ("without torch.compile", args.no_compile),
             "tiny": ("rehearsed", args.rehearse),
+            "some": ("some cases alone", bool(args.only)),  # which take the place of no table of all
         }
         also = {key: told for key, (told, is_so) in ways.items() if is_so}
         name = "_".join(["gpu", kind.__name__.rpartition(".")[-1], *also])

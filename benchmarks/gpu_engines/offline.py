@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import alternate, generate, stop
 from benchmarks.gpu_engines import published
-from benchmarks.gpu_engines.options import CACHED, COMPUTED, catalog_of, engine_options, prompts_of
+from benchmarks.gpu_engines.options import CACHED, COMPUTED, along_catalog, engine_options, prompts_of
 from benchmarks.gpu_engines.published import NOTHING, Published
 
 MOST_SECONDS = 5  # of a case and a kind of prompts, after the first round
@@ -22,7 +22,8 @@ ARRAYS, OUTPUTS, SAMPLING = "arrays", "n outputs", "sampling"
 TITLE = "Beams beside samples"
 COLUMNS = ("case", "prompt", "answer", "ms", "tokens of rows per second", "times sampling", *published.COLUMNS)
 NOTE = (
-    "bfloat16, weights without content, CUDA graphs; prompt: computed for each call, or in the prefix cache; ms: a "
+    "bfloat16, weights without content, CUDA graphs; catalogs: renormalised; "
+    "prompt: computed for each call, or in the prefix cache; ms: a "
     "call of LLM.generate, the median, in turn with sampling: n requests of temperature 1 in place of n beams; of "
     "drafts hardly any is accepted, so they show what they cost; peers: ms, or requests per second, "
     f"beside computed prompts, as theirs are; {published.SOURCES}"
@@ -113,9 +114,7 @@ def runs_of(llm: Any, case: Case, kind: str) -> dict[str, Callable[[], Any]]:
 
     prompts = prompts_of(case.name, kind, case.prompt_length, case.num_requests)
     common = {"max_tokens": case.num_tokens, "detokenize": False}
-    options: dict[str, Any] = (
-        {"catalog": catalog_of(case.num_tokens)} if case.is_along_catalog else {"ignore_eos": True}
-    )
+    options = along_catalog(case.num_tokens) if case.is_along_catalog else {"ignore_eos": True}
     options |= {"speculation": "exact"} if case.drafts else {}
     params = {
         ARRAYS: beam_params(case.width, compact=True, **common, **options),

@@ -66,6 +66,11 @@ def catalog_of(length: int) -> str:
     return f"items_{length}"
 
 
+def along_catalog(length: int) -> dict[str, Any]:
+    """Options of a search along it, the fast way: of each level the logits of its codes alone are computed."""
+    return {"catalog": catalog_of(length), "catalog_renormalize": True}
+
+
 def write_catalogs(folder: Path) -> dict[str, str]:
     """By name: files of items, each level with tokens of its own."""
     from vllm_trie.catalog import Catalog

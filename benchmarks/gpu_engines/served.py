@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.gpu_engines import published
-from benchmarks.gpu_engines.options import CACHED, COMPUTED, as_flags, catalog_of, engine_options, prompts_of
+from benchmarks.gpu_engines.options import CACHED, COMPUTED, along_catalog, as_flags, engine_options, prompts_of
 from benchmarks.gpu_engines.published import NOTHING, Published
 from benchmarks.server import serving
 
@@ -26,7 +26,8 @@ ENDPOINT = "/inference/v1/generate"
 TITLE = "Beams over HTTP"
 COLUMNS = ("case", "clients", "prompt", "requests per second", "ms of a request", *published.COLUMNS)
 NOTE = (
-    f"bfloat16, weights without content, CUDA graphs; {ENDPOINT}, hypotheses as arrays, along a catalog; {REQUESTS} "
+    f"bfloat16, weights without content, CUDA graphs; {ENDPOINT}, hypotheses as arrays, along a catalog, "
+    f"renormalised; {REQUESTS} "
     f"requests of clients that each ask one after the other, {MOST_ROWS} rows at a time; ms: of a request, the median; "
     "prompt: computed for each request, or in the prefix cache; peers: requests per second, beside computed prompts, "
     f"as theirs are; {published.SOURCES}"
@@ -100,7 +101,7 @@ def requests_per_second(ask: Callable[[Any], None], asked: Sequence[Any], num_cl
 
 def rows(client: httpx.Client, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
     """Rows of `COLUMNS`."""
-    search = {"beam_width": case.width, "compact": True, "catalog": catalog_of(case.num_tokens)}
+    search = {"beam_width": case.width, "compact": True, **along_catalog(case.num_tokens)}
     params = {"max_tokens": case.num_tokens, "detokenize": False, "extra_args": search}
 
     def ask(prompt: dict[str, Any]) -> None:

@@ -203,7 +203,8 @@ def test_a_server_is_asked_for_tokens_in_words_that_it_understands() -> None:
     assert len(bodies) == 4 * 32
     params = bodies[0].sampling_params
     assert (len(bodies[0].token_ids), params.max_tokens, params.n) == (2465, 4, 1)
-    assert params.extra_args == {"beam_width": 50, "compact": True, "catalog": "items_4"}
+    along = {"catalog": "items_4", "catalog_renormalize": True}
+    assert params.extra_args == {"beam_width": 50, "compact": True} | along
 
 
 def test_a_server_has_the_options_of_an_engine_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

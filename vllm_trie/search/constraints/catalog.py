@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_for_search
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_once_for_search
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
@@ -80,7 +80,7 @@ class ConstraintTrie:
         self.most_children = most_children
         self.num_nodes = len(tokens)
         self.most_in_level = max(map(len, levels), default=0)
-        self._levels, self._uploaded = levels, dict[int, torch.Tensor]()
+        self._levels = levels
 
     def level(self, length: int) -> torch.Tensor:
         """[K] int64, ascending: all that may follow so many tokens; the last one again, up to a multiple of a unit.
@@ -88,10 +88,8 @@ class ConstraintTrie:
         Nothing follows the leaves: there it is any level.
         """
         depth = length if length < len(self._levels) else 0
-        if depth not in self._uploaded:
-            tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
-            self._uploaded[depth] = uploaded_for_search(tokens, self.tokens.device)
-        return self._uploaded[depth]
+        tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
+        return uploaded_once_for_search(tokens, self.tokens.device)
 
 
 @dataclass(frozen=True)
