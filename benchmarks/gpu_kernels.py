@@ -14,9 +14,8 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.filters import search_log_probabilities
-from vllm_trie.search.rank import SearchCandidates, rank_search_candidates
+from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, rank_search_candidates
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.search.step import take_search_step
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy

@@ -33,17 +33,16 @@ from vllm_trie.search.constraints.catalog import ConstraintTrie
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.stop_strings import SearchStopStrings
 from vllm_trie.worker import launches
+from vllm_trie.worker.expand import PackedStep, RunnerStepContext
 from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
 from vllm_trie.worker.rows.catalogs import RowCatalogs
-from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
 from vllm_trie.worker.select.amateur import SelectionAmateurLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup.widest_steps import most_rows_measured_together
-from vllm_trie.worker.step_context import PackedStep, RunnerStepContext
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group

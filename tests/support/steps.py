@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_trie.search import filters, slots, step
+from vllm_trie.search import filters, rank, step
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints import catalog, grammar
 from vllm_trie.search.constraints.constraint import Constraint
@@ -26,7 +26,7 @@ from vllm_trie.search.strategies.best import BestStrategy
 def shortcuts(allowed: bool) -> Iterator[None]:
     """Within it, the search looks at tensors to save work, as on a CPU, or it does not."""
     with ExitStack() as stack:
-        for module in (best_continuations, filters, catalog, grammar, slots, step):
+        for module in (best_continuations, filters, catalog, grammar, rank, step):
             stack.enter_context(patch.object(module, "is_searched_on_host", lambda _: allowed))
         yield
 

@@ -12,7 +12,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.support.walks import NUM_WALKS, OPERATIONS, walks
-from vllm_trie.search.slots import choose_search_slots as choose_children
+from vllm_trie.search.rank import choose_search_slots as choose_children
 from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks

@@ -11,8 +11,7 @@ from vllm.v1.request import Request
 from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.grammar import group_grammar_of
-from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.plan import GroupPlan
+from vllm_trie.engine.group import BeamGroup, GroupPlan
 from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.contrast import contrast_option_weights

@@ -14,8 +14,7 @@ from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
 from vllm_trie.search.devices import NEVER, search_numbers
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters, SearchPruning
-from vllm_trie.search.rank import SearchCandidates, pick_search_candidates
-from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, pick_search_candidates
 from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult
 
 Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn

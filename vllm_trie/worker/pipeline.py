@@ -12,10 +12,9 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
+from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.kv.kv_moves import kv_rows_of_groups
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, NextBeams
-from vllm_trie.worker.rows.rows import Rows
-from vllm_trie.worker.step_context import RunnerStepContext
+from vllm_trie.worker.rows.rows import BatchRows, GroupRows, NextBeams, Rows
 
 
 class PipelineStages:

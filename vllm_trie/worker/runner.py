@@ -38,16 +38,14 @@ from vllm_trie.supported_engines import engine_has_logits_processors, plugin_con
 from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, runner_reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
-from vllm_trie.worker.expand import expand
+from vllm_trie.worker.expand import RunnerStepContext, expand
 from vllm_trie.worker.rows.catalogs import RowCatalogs
-from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_row_state
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled_rows, scatter_row_logprobs, sub_batch_of_rows
 from vllm_trie.worker.select.narrow import NarrowSelectionHead, SelectionLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import RunnerSpeculation
-from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm_trie.worker.pipeline import PipelineStages

@@ -31,8 +31,7 @@ from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
 from vllm_trie.speculation.worker import roots, verify
 from vllm_trie.speculation.worker.roots import ForestRoots
-from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows
 
 pytestmark = pytest.mark.slow
 

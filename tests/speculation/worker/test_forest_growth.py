@@ -34,7 +34,7 @@ from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import WORD
-from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.rows.rows import BatchRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE, STOPS = 11, (3, 4)

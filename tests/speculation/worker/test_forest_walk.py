@@ -25,7 +25,7 @@ from vllm_trie.speculation.worker.forest_step import Found, add_forest_layer
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
-from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
 
 NUM_LAYERS, VOCAB_SIZE, STOP = 3, 300, 7

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.steps import rules_of
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, SearchCandidates
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, SearchCandidates, choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs
-from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.worker.kernels import decide, slots
 from vllm_trie.worker.kernels.tiles import KernelRanking

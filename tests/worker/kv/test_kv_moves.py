@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.search.rank import rank_search_candidates
-from vllm_trie.search.slots import choose_next_search_beams
+from vllm_trie.search.rank import choose_next_search_beams, rank_search_candidates
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.kv.kv_caches import HELD, KVCaches, KVTable, kv_copies_in_order
 from vllm_trie.worker.kv.kv_moves import (

@@ -45,8 +45,7 @@ from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.kv.kv_caches import KVCaches
-from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import RunnerSpeculation
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.devices import NEVER, search_numbers
-from vllm_trie.search.rank import SearchCandidates
+from vllm_trie.search.rank import SearchCandidates, choose_search_slots, in_search_slots
 from vllm_trie.search.rules import (
     SearchDecision,
     SearchInputs,
@@ -24,7 +24,6 @@ from vllm_trie.search.rules import (
     search_candidates_ended,
 )
 from vllm_trie.search.sampling import draw_search_continuations, joint_search_probabilities, search_generator
-from vllm_trie.search.slots import choose_search_slots, in_search_slots
 from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs
 
 

@@ -10,7 +10,7 @@ from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.head_model import DraftHeadModel
 from vllm_trie.speculation.worker.roots import ForestRoots
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 
 class HeadDrafter(ModelDrafter):

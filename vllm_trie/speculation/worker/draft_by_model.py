@@ -12,8 +12,8 @@ from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_laye
 from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 from vllm_trie.speculation.worker.unseen_forests import DeviceForests
-from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.step_context import RunnerStepContext
+from vllm_trie.worker.expand import RunnerStepContext
+from vllm_trie.worker.rows.rows import GroupRows
 
 
 class ModelDrafter(Drafter):

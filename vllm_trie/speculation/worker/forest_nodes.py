@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm_trie.search.rank import choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import slots as slots_kernel
-from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.cohort import selection_index_of
 from vllm_trie.worker.select.select import Selector
 

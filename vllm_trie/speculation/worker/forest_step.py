@@ -19,7 +19,7 @@ from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts_to_forest
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.worker.attention.shared_rows import RowTrees
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 NO_BLOCK = 0  # vLLM's block that nobody reads
 

@@ -25,7 +25,7 @@ from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.rows.group_rows import beams_of_rows
+from vllm_trie.worker.rows.rows import beams_of_rows
 from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 

@@ -20,7 +20,7 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.kernels import forest_layout as kernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees
-from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.rows.rows import BatchRows
 
 
 class GrownForests:

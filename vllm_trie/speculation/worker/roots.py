@@ -14,8 +14,7 @@ import torch
 from vllm_trie.search.devices import uploaded_together_for_search
 from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.worker.forest_path import AcceptedPath
-from vllm_trie.worker.rows.group_rows import GroupRows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows
 
 
 class ForestRoots(NamedTuple):

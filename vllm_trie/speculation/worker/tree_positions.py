@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.rows.rows import BatchRows
 
 
 class DraftTreePositions(NamedTuple):

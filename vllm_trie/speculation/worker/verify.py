@@ -16,7 +16,7 @@ from vllm_trie.speculation.worker.forest_path import AcceptedPath, accepted_fore
 from vllm_trie.speculation.worker.forest_step import ForestStep, Found
 from vllm_trie.speculation.worker.roots import forest_roots_after_path
 from vllm_trie.trie.traced import NO_DRAFT, DraftedForest
-from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.select import Selector
 
 

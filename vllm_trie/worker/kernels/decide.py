@@ -4,7 +4,7 @@ Keys are in two lists: of what goes on, and of what may finish. They come from w
 or along a catalog. Of few beams a group's program first puts in order what its rows have kept. Of many, keys are in
 order, and as many programs as a group has parts of slots have found the first child of each slot. Then the program
 walks through slots and continuations once, part after part: the n-th of the other children takes the n-th slot whose
-beam has none. `search.strategies.best` and `search.slots` have it in torch.
+beam has none. `search.strategies.best` and `search.rank` have it in torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which slot each of the next beams takes, in one launch; `search.slots` has it in torch."""
+"""Which slot each of the next beams takes, in one launch; `search.rank` has it in torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.rank import SearchCandidates
-from vllm_trie.search.slots import choose_next_search_beams as select_next_in_torch
+from vllm_trie.search.rank import choose_next_search_beams as select_next_in_torch
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.launches import next_power_of_2
 
@@ -20,7 +20,7 @@ MOST_SLOTS = 1024  # of a program of `_select_next_kernel`; of more it would spi
 def launch_select_next(
     candidates: SearchCandidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
 ) -> SearchCandidates[torch.Tensor]:
-    """What `search.slots.choose_next_search_beams` does, by one program per group; by torch where groups are too wide.
+    """What `search.rank.choose_next_search_beams` does, by one program per group; by torch where groups are too wide.
 
     Args:
         candidates: [G, K], the best first.

@@ -19,8 +19,7 @@ from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.rows.catalogs import RowCatalogs
-from vllm_trie.worker.rows.group_rows import GroupRows, beams_of_rows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows, beams_of_rows
 
 
 class RowBeams:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import row_metadata_by_layer
 

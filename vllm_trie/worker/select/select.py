@@ -16,20 +16,19 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import uploaded_once_for_search
+from vllm_trie.search.rank import choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.slots import choose_next_search_beams
 from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
+from vllm_trie.worker.expand import PackedStep, RunnerStepContext
 from vllm_trie.worker.rows.catalogs import RowCatalogs
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of_rows
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
-from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.rows import BatchRows, GroupRows, Rows, beams_of_rows
 from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
 from vllm_trie.worker.select.narrow import SelectionLogits
-from vllm_trie.worker.step_context import PackedStep, RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
