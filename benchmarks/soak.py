@@ -166,18 +166,20 @@ async def raise_if_refused(response: httpx.Response) -> None:
         raise httpx.HTTPError((await response.aread()).decode())
 
 
-async def is_refused(client: httpx.AsyncClient, kind: str, prompt: str) -> bool:
-    """Whether the server refuses what is too much, in a sentence."""
+async def outcome_of_too_much(client: httpx.AsyncClient, kind: str, prompt: str) -> str:
+    """What becomes of what is too much: "refused" in a sentence, "aborted" while it is read, by a pause, or "wrong"."""
     try:
         response = await client.post("/v1/completions", json={"model": "target", "prompt": prompt, **TOO_MUCH[kind]})
     except httpx.HTTPError as error:
         console.print(f"{kind}: {error!r}")
-        return False
+        return "wrong"
+    if response.is_success and all(one["finish_reason"] == "abort" for one in response.json()["choices"]):
+        return "aborted"
     is_refusal = response.status_code == httpx.codes.BAD_REQUEST
     is_short = is_refusal and len(response.json()["error"]["message"]) <= LONGEST_REFUSAL
     if not is_short:
         console.print(f"{kind}: {response.status_code}, {response.text[:LONGEST_REFUSAL]}", markup=False)
-    return is_short
+    return "refused" if is_short else "wrong"
 
 
 class Soak:
@@ -236,7 +238,7 @@ class Soak:
             kind, prompt = self.random.choice([*self.outcomes]), self.random.choice(self.prompts)
             outcomes = self.outcomes[kind]
             if kind in TOO_MUCH:
-                outcomes["refused" if await is_refused(client, kind, prompt) else "wrong"] += 1
+                outcomes[await outcome_of_too_much(client, kind, prompt)] += 1
                 continue
             vanishes = self.random.random() < VANISHING
             patience = self.random.uniform(0, MOST_PATIENCE) if vanishes else None
