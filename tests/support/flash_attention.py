@@ -1,6 +1,7 @@
 """FlashAttention's functions as vLLM calls them, in torch and float64: of paged keys and values, for rows of a batch.
 
-As on a GPU, what a row reads beyond its keys must not matter, and a token that sees no key gets zeros.
+As on a GPU, what a row reads beyond its keys must not matter, a token that sees no key gets zeros, and tokens of no row
+anything.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def flash_attn_varlen_func(
     num_rows = len(seqused_k)
     assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert len(cu_seqlens_q) == num_rows + 1 == len(block_table) + 1
-    assert (int(cu_seqlens_q[0]), int(cu_seqlens_q[-1])) == (0, len(q))
+    assert int(cu_seqlens_q[0]) == 0 <= int(cu_seqlens_q.diff().min())
+    assert int(cu_seqlens_q[-1]) <= len(q)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
     assert int(seqused_k.max()) <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
     assert block_table.stride(1) == q.stride(2) == k.stride(3) == v.stride(3) == 1
@@ -46,6 +48,8 @@ def flash_attn_varlen_func(
     outputs, logs = torch.zeros_like(q, dtype=torch.float64), torch.full(q.shape[:2], no_keys, dtype=torch.float64)
     for row, (first, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
         length, count = int(seqused_k[row]), end - first
+        if not count:
+            continue
         keys, values = (
             (
                 cache[block_table[row].long()].flatten(0, 1)[:length].double()
@@ -70,6 +74,7 @@ def flash_attn_varlen_func(
         weights = (scores - log[..., None]).exp()[..., :length].nan_to_num(0.0)
         outputs[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
         logs[first:end] = log.T.where(log.T.isfinite(), no_keys)
+    outputs[int(cu_seqlens_q[-1]) :] = logs[int(cu_seqlens_q[-1]) :] = torch.nan
     found = outputs.to(q.dtype)
     if out is not None:
         found = out.copy_(found)

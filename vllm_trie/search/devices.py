@@ -132,6 +132,12 @@ def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
+def upload_for_search(array: np.ndarray, out: torch.Tensor) -> None:
+    """The same, to where it is to be."""
+    on_host = torch.from_numpy(array)
+    out.copy_(on_host.pin_memory() if out.is_cuda else on_host, non_blocking=True)
+
+
 def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Some arrays, there, by one copy for which nobody waits; each is aligned."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, SharesAttentionPrefixes
+from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS, SharedRows, SharesAttentionPrefixes
 from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
@@ -21,26 +21,33 @@ def announce_shared_rows(
     rows = BatchRows(batch, runner.max_num_reqs)
     places = {group_id: rows.places(groups[group_id].slots) for group_id in shared}
     trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
-    for number, builder in _builders_of_runner(runner):
+    for number, builder in builders_of_runner(runner):
         sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
         builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 
 
-def runner_reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]) -> bool:
-    """Whether any layer will do that in this step, known before there is a batch.
+def runner_reads_shared_blocks_once(
+    runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]
+) -> tuple[bool, int | None]:
+    """Whether any layer will do that in this step, known before there is a batch; and by which graphs.
 
     Args:
         runner: vLLM's.
         sharing: Of each decoding group: its rows, and by KV cache group how many first tokens they share.
+
+    Returns:
+        Also what stands for vLLM's number of tokens of each row: `SHARES_BLOCKS` or, without full graphs, None.
     """
-    return bool(sharing) and any(
-        any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing]))
-        for number, builder in _builders_of_runner(runner)
+    builders = [*builders_of_runner(runner)] if sharing else []
+    takes_any = any(
+        any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing])) for number, builder in builders
     )
+    in_graphs = takes_any and all(builder.holds_in_graphs(len(sharing)) for _, builder in builders)
+    return takes_any, SHARES_BLOCKS if in_graphs else None
 
 
-def _builders_of_runner(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
+def builders_of_runner(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
     """Those that may make use of it, each after its KV cache group."""
     for number, attn_groups in enumerate(runner.attn_groups):
         for attn_group in attn_groups:

@@ -72,8 +72,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.step = RunnerStepContext()
         self.rank_check: WorkerRankCheck | None = None
         self.stages: PipelineStages | None = None
-        # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once.
-        self._sharing: tuple[dict[str, tuple[int, list[int]]], bool] = {}, False
+        # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once; and
+        # by which graphs, see `runner_reads_shared_blocks_once`.
+        self._sharing: tuple[dict[str, tuple[int, list[int]]], bool, int | None] = {}, False, None
         self._sets_rows_apart = False  # attention in this step, see `announce_shared_rows`
         self.catalogs: RowCatalogs
         self.rows: Rows
@@ -142,6 +143,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             launches.worker_module_for_gpus("startup.plain_step_graphs").capture_plain_step_graphs(
                 self.cudagraph_manager
             )
+            launches.worker_module_for_gpus("startup.shared_step_graphs").capture_shared_step_graphs(self)
         if not is_profiling:
             self.speculation.begin()
 
@@ -218,10 +220,10 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
         sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
         if sharing != self._sharing[0]:
-            self._sharing = sharing, runner_reads_shared_blocks_once(self, sharing.values())
+            self._sharing = sharing, *runner_reads_shared_blocks_once(self, sharing.values())
         self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)
-        # Full graphs of decoding steps hold vLLM's attention.
-        return state, None if self._sets_rows_apart else uniform_token_count
+        # Full graphs of other decoding steps hold vLLM's attention.
+        return state, self._sharing[2] if self._sets_rows_apart else uniform_token_count
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.forests:

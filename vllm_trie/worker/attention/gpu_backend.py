@@ -2,8 +2,9 @@
 
 `use_gpu_attention_backend` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are.
 FlashAttention itself reads shared blocks, see `prefix_suffix`. Kernels of ours compute trees, and in steps with trees
-also what else shares blocks. Steps without such rows replay full CUDA graphs as ever, steps with them piecewise ones:
-attention is not in those.
+also what else shares blocks. Decoding steps without such rows replay full CUDA graphs, as ever, and those with them
+others (`startup.shared_step_graphs`). Where there are none of these, they replay piecewise ones: attention is not in
+those.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d, canonicalize_singleton_dim_strides
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -31,7 +32,13 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.supported_engines import has_beams, plugin_config_of
-from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffixAttention
+from vllm_trie.worker.attention.prefix_suffix import (
+    AttentionSequences,
+    Calls,
+    Layer,
+    PrefixSuffixAttention,
+    PrefixSuffixGraphs,
+)
 from vllm_trie.worker.attention.shared_rows import (
     Scoring,
     SharedRows,
@@ -50,6 +57,9 @@ from vllm_trie.worker.attention.split_batch import (
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, TritonAttentionPlan
 from vllm_trie.worker.kv.kv_caches import ByToken
 
+# By the major version of FlashAttention: sequences of the first call in a full CUDA graph. 3 and 4 find on the device
+# which of them have queries; 2 launches blocks for each, as if it had all queries of a step.
+SEQUENCES_IN_GRAPHS = {2: 16, 3: 256, 4: 256}
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
 
@@ -80,6 +90,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixAttentionBuilder
         self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
+        self.graphs: PrefixSuffixGraphs | None = None
 
     @cached_property
     def can_share(self) -> bool:  # type: ignore[override]
@@ -140,12 +151,83 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
         """See `SharesAttentionPrefixes`."""
-        bytes_per_token = self.kv_cache_spec.page_size_bytes // self.block_size
+        bytes_per_token = self._bytes_per_token
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
+        in_graph = self.graphs is not None and self.graphs.hold(sum(rows for rows, _ in sharing), len(sharing))
         pays_off = self.option == "on" or (
-            self.splits and shared_attention_pays(again, self.layer_bytes, self._host_us)
+            self.splits and shared_attention_pays(again, self.layer_bytes, 0 if in_graph else self._host_us)
         )
-        return [self.can_share and pays_off and num_shared > 0 for _, num_shared in sharing]
+        return [self.may_take and pays_off and num_shared > 0 for _, num_shared in sharing]
+
+    @property
+    def _bytes_per_token(self) -> int:
+        """Keys and values of one layer."""
+        return self.kv_cache_spec.page_size_bytes // self.block_size
+
+    @cached_property
+    def may_take(self) -> bool:
+        """Whether there are groups for which it reads shared blocks once."""
+        return self.can_share and (self.splits or self.option == "on")
+
+    @property
+    def graph_hindrance(self) -> str | None:
+        """Why full CUDA graphs cannot hold that these layers read shared blocks once, if so."""
+        if not self.splits:
+            return "kernels of ours read them"
+        versions = {layer.vllm_flash_attn_version for layer in self._layers}
+        if unknown := versions - SEQUENCES_IN_GRAPHS.keys():
+            return f"FlashAttention {unknown.pop()} computes them"
+        # 2 lets numbers of queries differ from replay to replay where it is captured with more than one.
+        if versions != {2} and self._cudagraph_support != AttentionCGSupport.ALWAYS:
+            return f"this vLLM captures FlashAttention {max(versions)} for equal numbers of queries alone"
+        return None
+
+    @property
+    def least_rows_to_share(self) -> int:
+        """Rows of the narrowest step for which a full graph that reads shared blocks once may pay."""
+        if self.option == "on":
+            return 2
+        return 1 - -LEAST_READ_AGAIN // (self._bytes_per_token * self.model_config.max_model_len)
+
+    def capture_in_graphs(self, sizes: Sequence[int]) -> int:
+        """Let full CUDA graphs of steps with so many rows, which are yet to be captured, hold that.
+
+        Returns:
+            How many groups a step may have.
+        """
+        num_sequences = min(SEQUENCES_IN_GRAPHS[layer.vllm_flash_attn_version] for layer in self._layers)
+        self.graphs = PrefixSuffixGraphs(sizes, num_sequences, self._scheduled, self.device)
+        self.rest()  # what is not announced is vLLM's own
+        return self.graphs.most_groups
+
+    def holds_in_graphs(self, num_groups: int) -> bool:
+        """See `SharesAttentionPrefixes`."""
+        return not self.may_take or (self.graphs is not None and num_groups <= self.graphs.most_groups)
+
+    def _scheduled(self, sequences: AttentionSequences, causal: bool) -> dict[str, Any]:
+        """What vLLM lets FlashAttention know ahead of a call in a full graph: bounds, and a schedule by these."""
+        metadata = self._get_scheduler_metadata(
+            aot_schedule=self.aot_schedule,
+            batch_size=len(sequences.lengths),
+            cu_query_lens=sequences.starts,
+            max_query_len=sequences.most_queries,
+            seqlens=sequences.lengths,
+            max_seq_len=sequences.most_keys,
+            causal=causal,
+            max_num_splits=self.max_num_splits,
+        )
+        return {"scheduler_metadata": metadata, "num_splits": self.max_num_splits}
+
+    def _graphs_of(self, common: CommonAttentionMetadata, groups: Sequence[SharedRows]) -> PrefixSuffixGraphs | None:
+        """Those that may be captured or replayed for a batch."""
+        graphs = self.graphs
+        is_held = (
+            graphs is not None
+            and common.max_query_len == 1
+            and common.num_reqs in graphs.sizes
+            and graphs.hold(common.num_reqs, len(groups))
+        )
+        return graphs if is_held else None
 
     def _is_apart(self, group: SharedRows) -> bool:
         """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""
@@ -164,16 +246,18 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
     ) -> FlashAttentionMetadata:
         groups, self.groups, common = self.groups, (), common_attn_metadata
-        if not groups or common.causal is not True:
-            self.rest()
+        graphs = self._graphs_of(common, groups)
+        self.rest()  # until something is announced again
+        if not (groups or graphs) or common.causal is not True:
             return super().build(common_prefix_len, common, *args, **kwargs)
         assert common.seq_lens_cpu_upper_bound is not None
         has_trees = any(rows.trees is not None for rows in groups)
         if self.splits and not has_trees:
-            stock = super().build(common_prefix_len, common, fast_build=True)  # windows alone read it
+            # Windows alone read it. The first metadata of all finds out which windows there are.
+            stock = super().build(common_prefix_len, common, fast_build=self.aot_sliding_window is not None)
             return SharedPrefixAttentionMetadata(
                 **_attention_metadata_fields(stock),
-                prefix_suffix=PrefixSuffixAttention(groups, common, self.block_size),
+                prefix_suffix=PrefixSuffixAttention(groups, common, self.block_size, graphs),
             )
         groups = [
             part for group in groups for part in (attention_row_by_row([group]) if self._is_apart(group) else [group])
@@ -256,13 +340,13 @@ LEAST_READ_AGAIN = 1 << 27  # of less, two calls and a merge take the device lon
 def shared_attention_pays(read_again: int, layer_bytes: int, host_us: int = HOST_US) -> bool:
     """Whether it is faster to read shared blocks once.
 
-    A step with shared blocks replays no full graph: the host launches each layer's attention, two calls and a merge.
-    That is for nothing where vLLM's full graph would have been done with the layer by then.
+    Where a step with shared blocks replays no full graph, the host launches each layer's attention, two calls and a
+    merge. That is for nothing where vLLM's full graph would have been done with the layer by then.
 
     Args:
         read_again: Bytes of keys and values of one layer that rows read again, each by itself.
         layer_bytes: Of its weights, on one device.
-        host_us: What the host takes for such a layer.
+        host_us: What the host takes for such a layer; 0 where a full graph holds it.
     """
     by_full_graph = layer_bytes / WEIGHTS_PER_US + read_again / AGAIN_PER_US
     return read_again >= LEAST_READ_AGAIN and by_full_graph >= host_us

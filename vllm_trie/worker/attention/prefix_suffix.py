@@ -3,17 +3,21 @@
 The first call reads what rows share: there all rows of a group are one row, whose queries are theirs and see every key.
 The second one reads, row by row, what comes after it. Ordinary rows share nothing: the first call finds no keys for
 them, and writes what counts for nothing in the merge. So the whole batch is one, in its own order.
+
+A full CUDA graph holds both calls, too: it reads what describes a step from where that stays, for as many sequences of
+the first call as the graph has. Those that are left over have no queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import search_numbers, uploaded_for_search
+from vllm_trie.search.devices import search_numbers, upload_for_search, uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows
 
 
@@ -57,14 +61,14 @@ class Layer(NamedTuple):
     fa_version: int | None
 
 
-class _AttentionRows(NamedTuple):
-    """The rows of one call."""
+class AttentionSequences(NamedTuple):
+    """The sequences of one call: rows, or what several rows share."""
 
-    starts: torch.Tensor  # [rows + 1] int32, of their queries
+    starts: torch.Tensor  # [sequences + 1] int32, of their queries
     most_queries: int
-    lengths: torch.Tensor  # [rows] int32, keys
+    lengths: torch.Tensor  # [sequences] int32, keys
     most_keys: int
-    tables: torch.Tensor  # [rows, blocks] int32
+    tables: torch.Tensor  # [sequences, blocks] int32
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,6 +82,80 @@ class _AttentionRows(NamedTuple):
         }
 
 
+class DescribedStep(NamedTuple):
+    """Which rows of a step share what, as the device has it, and what the host must know of it ahead.
+
+    Args:
+        packed: [3 * S + 1 + R] int32. Of S sequences of the first call: in which row's table their keys are, where
+            their queries start, and the end of these, and how many keys they have; then how many each of R rows shares.
+        num_sequences: S.
+        columns: [C] int64, 0, 1, ...: of the rows' tables as many as keys of their own may take.
+        most_together: Queries of a sequence of the first call.
+        most_shared: Keys of one.
+        most_own: Keys of a row in the second call.
+        most_keys: Keys of a row.
+    """
+
+    packed: torch.Tensor
+    num_sequences: int
+    columns: torch.Tensor
+    most_together: int
+    most_shared: int
+    most_own: int
+    most_keys: int
+
+
+class PrefixSuffixGraphs:
+    """What full CUDA graphs of decoding steps read of a step, in the layers of one builder. It stays where it is.
+
+    Args:
+        sizes: Rows of each graph, one token each.
+        num_sequences: Of the first call in each graph.
+        schedule: What FlashAttention is to know ahead of a call, which is causal or not, as its arguments.
+        device: Of the graphs.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        num_sequences: int,
+        schedule: Callable[[AttentionSequences, bool], dict[str, Any]],
+        device: torch.device,
+    ) -> None:
+        self.sizes = frozenset(sizes)
+        self.most_groups = (num_sequences - 1) // 2  # of rows side by side, with others ahead of each, and after all
+        self.schedule = schedule
+        self._num_sequences = num_sequences
+        self._packed = torch.zeros(3 * num_sequences + 1 + max(sizes), dtype=torch.int32, device=device)
+        self._columns: torch.Tensor | None = None
+
+    def hold(self, num_rows: int, num_groups: int) -> bool:
+        """Whether a graph has room for so many rows, of which groups of such a number share blocks."""
+        return num_rows <= max(self.sizes) and num_groups <= self.most_groups
+
+    def describe(self, rows: _SharingRows, table_width: int, block_size: int) -> DescribedStep:
+        """Upload a step to where graphs read it.
+
+        Args:
+            rows: Of the step, as many as a graph has.
+            table_width: Blocks in the table of a row, in all steps.
+            block_size: Theirs.
+
+        Raises:
+            ValueError: if there are more sequences than the graphs have.
+        """
+        missing = self._num_sequences - len(rows.firsts)
+        if missing < 0:
+            raise ValueError(f"{len(rows.firsts)} sequences of rows, but CUDA graphs have {self._num_sequences}")
+        if self._columns is None:  # now, as nothing is captured yet
+            self._columns = torch.arange(table_width, device=self._packed.device)
+        packed = self._packed[: 3 * self._num_sequences + 1 + len(rows.shared)]
+        upload_for_search(rows.packed(missing), packed)
+        most_keys = table_width * block_size
+        together, shared, own = len(rows.shared), most_keys, most_keys
+        return DescribedStep(packed, self._num_sequences, self._columns, together, shared, own, most_keys)
+
+
 class PrefixSuffixAttention:
     """Attention of a batch in one step; whatever is the same in all layers is prepared once, in one upload.
 
@@ -85,42 +163,43 @@ class PrefixSuffixAttention:
         groups: Of rows that share blocks, and compute no trees.
         batch: All rows.
         block_size: Theirs.
+        graphs: Where this is captured, or replayed, as part of one: what it makes on the device is part of the graph.
     """
 
-    def __init__(self, groups: Sequence[SharedRows], batch: Batch, block_size: int) -> None:
+    def __init__(
+        self, groups: Sequence[SharedRows], batch: Batch, block_size: int, graphs: PrefixSuffixGraphs | None = None
+    ) -> None:
         assert batch.seq_lens_cpu_upper_bound is not None
-        bounds, query_starts = batch.seq_lens_cpu_upper_bound.numpy(), batch.query_start_loc_cpu.numpy()
-        tables = batch.block_table_tensor
-        of_row, shared = shared_attention_by_row(groups, bounds - np.diff(query_starts), block_size)
-        first_rows = np.append(True, of_row[1:] != of_row[:-1]).nonzero()[0]
-        starts = np.append(query_starts[first_rows], query_starts[-1])
-        lengths = shared[first_rows]
-        parts = shared, starts, lengths, first_rows
-        packed = uploaded_for_search(np.concatenate(parts).astype(np.int32), tables.device)
-        on_device, prefix_starts, prefix_lengths, at = torch.split(packed, [*map(len, parts)])
-        most_shared = max(int(lengths.max()), block_size)
-        self._num_tokens, self.most_keys = batch.num_actual_tokens, int(bounds.max())
-        self._prefix = _AttentionRows(
-            prefix_starts,
-            int(np.diff(starts).max()),
-            prefix_lengths,
-            most_shared,
-            tables[:, : most_shared // block_size].index_select(0, at),
-        )
-        most_own = int((bounds - shared).max())
-        columns = (on_device // block_size)[:, None] + search_numbers(-(-most_own // block_size), tables.device)
+        bounds, tables = batch.seq_lens_cpu_upper_bound.numpy(), batch.block_table_tensor
+        rows = _SharingRows.of(groups, bounds, batch.query_start_loc_cpu.numpy(), block_size)
+        self._batch, self._block_size = batch, block_size
+        if graphs is None:
+            self._step, self._schedule = rows.described(bounds, block_size, tables.device), _unscheduled
+        else:
+            self._step, self._schedule = graphs.describe(rows, tables.shape[1], block_size), graphs.schedule
+
+    @cached_property
+    def _calls(self) -> tuple[tuple[AttentionSequences, dict[str, Any]], ...]:
+        """Both calls: their sequences, and what FlashAttention is to know ahead. The first layer makes them."""
+        batch, step, count = self._batch, self._step, self._step.num_sequences
+        tables, num_rows = batch.block_table_tensor, len(batch.seq_lens)
+        firsts, starts, lengths, shared = torch.split(step.packed, [count, count + 1, count, num_rows])
+        of_firsts = tables[:, : step.most_shared // self._block_size].index_select(0, firsts)
+        prefix = AttentionSequences(starts, step.most_together, lengths, step.most_shared, of_firsts)
+        columns = (shared // self._block_size)[:, None] + step.columns
         own = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
-        self._suffix = _AttentionRows(
-            batch.query_start_loc, batch.max_query_len, batch.seq_lens - on_device, most_own, own
-        )
+        starts, lengths = batch.query_start_loc, batch.seq_lens - shared
+        suffix = AttentionSequences(starts, batch.max_query_len, lengths, step.most_own, own)
+        return (prefix, self._schedule(prefix, False)), (suffix, self._schedule(suffix, True))
 
     def computes(self, window: int | None) -> bool:
         """Whether a layer's window hides nothing in this batch: what all see alike is one matrix product."""
-        return window is None or window >= self.most_keys
+        return window is None or window >= self._step.most_keys
 
     def attend(self, calls: Calls, layer: Layer) -> None:
         """Attention in one layer. A head's sink takes part in the softmax once: with the rows' own keys."""
-        queries, outputs = layer.queries[: self._num_tokens], layer.outputs[: self._num_tokens]
+        num_tokens = self._batch.num_actual_tokens
+        queries, outputs = layer.queries[:num_tokens], layer.outputs[:num_tokens]
         (prefix, prefix_log), (suffix, suffix_log) = (
             calls.attend(
                 q=queries,
@@ -134,10 +213,44 @@ class PrefixSuffixAttention:
                 fa_version=layer.fa_version,
                 **{name: scale.expand(len(rows.lengths), layer.keys.shape[2]) for name, scale in layer.scales.items()},
                 **rows.options,
+                **scheduled,
             )
-            for is_suffix, rows in ((False, self._prefix), (True, self._suffix))
+            for is_suffix, (rows, scheduled) in zip((False, True), self._calls, strict=True)
         )
         calls.merge(outputs, prefix, prefix_log, suffix, suffix_log)
+
+
+class _SharingRows(NamedTuple):
+    """R rows of a step, of which those side by side that share something are one sequence, as are ordinary ones."""
+
+    firsts: np.ndarray  # [sequences], the first row of each
+    starts: np.ndarray  # [sequences + 1], where their queries start, and the end of these
+    shared: np.ndarray  # [R], how many keys each row shares
+
+    @classmethod
+    def of(cls, groups: Sequence[SharedRows], bounds: np.ndarray, starts: np.ndarray, block_size: int) -> _SharingRows:
+        """Of groups, in a batch of rows with `bounds` [R] keys, whose queries start at `starts` [R + 1]."""
+        of_row, shared = shared_attention_by_row(groups, bounds - np.diff(starts), block_size)
+        firsts = np.append(True, of_row[1:] != of_row[:-1]).nonzero()[0]
+        return cls(firsts, np.append(starts[firsts], starts[-1]), shared)
+
+    def packed(self, num_empty: int = 0) -> np.ndarray:
+        """As `DescribedStep` has it, with so many more sequences, which have no queries."""
+        ends = np.pad(self.starts, (0, num_empty), mode="edge")
+        firsts, lengths = (np.pad(part, (0, num_empty)) for part in (self.firsts, self.shared[self.firsts]))
+        return np.concatenate([firsts, ends, lengths, self.shared]).astype(np.int32)
+
+    def described(self, bounds: np.ndarray, block_size: int, device: torch.device) -> DescribedStep:
+        """As narrow as the step is."""
+        most_shared, most_own = max(int(self.shared.max()), block_size), int((bounds - self.shared).max())
+        columns, packed = search_numbers(-(-most_own // block_size), device), uploaded_for_search(self.packed(), device)
+        most_together, most_keys = int(np.diff(self.starts).max()), int(bounds.max())
+        return DescribedStep(packed, len(self.firsts), columns, most_together, most_shared, most_own, most_keys)
+
+
+def _unscheduled(*_: Any) -> dict[str, Any]:
+    """FlashAttention finds out by itself."""
+    return {}
 
 
 def shared_attention_by_row(

@@ -16,6 +16,8 @@ from vllm_trie.search.devices import search_numbers, uploaded_for_search
 from vllm_trie.worker.kv.kv_caches import ByToken
 
 WORD = 64  # bits
+# Stands where vLLM has how many tokens each row of a step has, so that it replays full graphs of such steps.
+SHARES_BLOCKS = -1
 
 
 class RowTrees(NamedTuple):
@@ -83,6 +85,10 @@ class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
     @abstractmethod
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
         """Which groups of a step it reads shared blocks once for: of each, its rows, and tokens that they share."""
+
+    def holds_in_graphs(self, num_groups: int) -> bool:
+        """Whether full CUDA graphs hold what these layers do in decoding steps of so many groups."""
+        return False
 
     @abstractmethod
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:

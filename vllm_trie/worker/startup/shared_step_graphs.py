@@ -1,0 +1,138 @@
+"""Full CUDA graphs of decoding steps in which layers read the KV blocks that rows share once.
+
+vLLM captures full graphs of decoding steps with its own attention, one for each number of rows. Here are others, for
+some of these numbers, in which attention is that of `PrefixSuffixAttention`. The runner asks for them by a number of
+tokens that no row of a step has. They are listed with vLLM's own: vLLM captures them, counts their memory where it
+measures what it leaves for the KV cache, and finds them by the rows of a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.supported_engines import plugin_config_of
+from vllm_trie.worker.announce_shared_rows import builders_of_runner
+from vllm_trie.worker.attention.gpu_backend import SharedPrefixAttentionBuilder
+from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS
+
+logger = init_logger("vllm.trie_beam.attention")
+
+PER_DOUBLING = 4  # graphs: a step is padded by a quarter at most
+CAPTURED = (
+    "captures %d more CUDA graphs, of steps of %d to %d rows in which up to %d groups have shared blocks read once"
+)
+IN_PIECES = "steps in which shared blocks are read once replay piecewise CUDA graphs: %s"
+
+
+def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
+    """Have vLLM capture, and replay, full graphs of decoding steps in which layers read shared blocks once.
+
+    To be called before it captures. Nothing is added where no layer does that, or where it cannot pay.
+    """
+    manager: Any = runner.cudagraph_manager
+    builders = [builder for _, builder in builders_of_runner(runner)]
+    captured = [builder for builder in builders if isinstance(builder, SharedPrefixAttentionBuilder)]
+    captured = [builder for builder in captured if builder.may_take]
+    if not captured or manager.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    if (hindrance := _hindrance_of_full_graphs(runner, captured)) is not None:
+        logger.info_once(IN_PIECES, hindrance)
+        return
+    sizes = sorted({min(size, runner.max_num_reqs) for size in manager.compilation_config.cudagraph_capture_sizes})
+    least = min(builder.least_rows_to_share for builder in captured)
+    if not (chosen := shared_step_sizes(sizes, least, plugin_config_of(runner.vllm_config).max_beam_width)):
+        return
+    most_groups = min(builder.capture_in_graphs(chosen) for builder in captured)
+    manager.__class__, manager.builders = SharedStepGraphManager, captured
+    _list_graphs(manager, chosen)
+    logger.info_once(CAPTURED, len(chosen), chosen[0], chosen[-1], most_groups)
+
+
+def shared_step_sizes(sizes: Sequence[int], least: int, width: int | None) -> list[int]:
+    """Rows of these graphs, ascending: some of those that vLLM captures, `PER_DOUBLING` for each doubling.
+
+    Steps of a search of `width` beams, and of small multiples of it, are padded as little as vLLM pads.
+
+    Args:
+        sizes: Of vLLM's graphs, ascending.
+        least: Rows of the narrowest step for which they may pay.
+        width: Of the widest search, if that is known.
+    """
+    if not sizes or least > sizes[-1]:
+        return []
+    first, chosen = bisect_left(sizes, least), {sizes[-1]}
+    for step in _steps_up_to(sizes[-1], min(width or sizes[-1], sizes[-1])):
+        chosen.add(sizes[max(bisect_left(sizes, step), first)])
+    return sorted(chosen)
+
+
+def _steps_up_to(most: int, width: int) -> Iterator[float]:
+    """Numbers of which `width` is one, and each next one is greater by a quarter of a power of two times it at most."""
+    for doubling in range(-width.bit_length(), (most // width).bit_length() + 1):
+        for part in range(PER_DOUBLING):
+            step = width * 2.0**doubling * (1 + part / PER_DOUBLING)
+            if step <= most:
+                yield step
+
+
+def _hindrance_of_full_graphs(runner: GPUModelRunner, builders: Sequence[SharedPrefixAttentionBuilder]) -> str | None:
+    """What is in the way of them, if anything is."""
+    manager: Any = runner.cudagraph_manager
+    mode = manager.cudagraph_mode
+    if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
+        return f"cudagraph_mode={mode.name} has none of decoding steps; use FULL_AND_PIECEWISE"
+    if manager.decode_query_len > 1:
+        return "rows of decoding steps may have several tokens"
+    if runner.vllm_config.lora_config is not None:
+        return "rows may have LoRA adapters"
+    if runner.dp_size > 1:
+        return "ranks of data parallelism replay the same graphs"
+    return next((builder.graph_hindrance for builder in builders if builder.graph_hindrance is not None), None)
+
+
+def _list_graphs(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
+    """List a graph for each number of rows, ascending, ahead of vLLM's for as many.
+
+    The widest ones are captured first: by these vLLM measures what graphs take, and buffers are made for them.
+    """
+    graphs = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, uniform_token_count=SHARES_BLOCKS, max_query_len=1)
+        for size in sizes
+    ]
+    captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    captured[:0] = graphs
+    captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
+    num_covered = 0
+    for graph in graphs:
+        for num_tokens in range(num_covered + 1, graph.num_tokens + 1):
+            manager._candidates.setdefault((num_tokens, 0), []).insert(0, graph)
+        num_covered = graph.num_tokens
+
+
+class _AnnouncesSharedSteps(CudaGraphManager):
+    """Has builders make metadata of shared steps for the graphs of such steps."""
+
+    builders: Sequence[SharedPrefixAttentionBuilder] = ()
+
+    def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+            if desc.uniform_token_count == SHARES_BLOCKS:
+                for builder in self.builders:
+                    builder.announce(())
+            made: Callable[[CUDAGraphMode], None] = create_forward_fn(desc, warmup=warmup)
+            return made
+
+        super().capture(create, *args, **kwargs)
+
+
+class SharedStepGraphManager(ModelCudaGraphManager, _AnnouncesSharedSteps):
+    """vLLM's, between whose two classes that capture one of ours stands."""
