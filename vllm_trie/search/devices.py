@@ -132,6 +132,12 @@ def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
+def upload_to_where_it_stays(array: np.ndarray, there: torch.Tensor) -> None:
+    """Let a tensor hold what the host has made, as it is now: a copy for which nobody waits."""
+    on_host = torch.from_numpy(array.copy())
+    there.copy_(on_host.pin_memory() if there.device.type == "cuda" else on_host, non_blocking=True)
+
+
 def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Some arrays, there, by one copy for which nobody waits; each is aligned."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])

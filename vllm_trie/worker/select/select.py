@@ -7,7 +7,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -27,8 +27,15 @@ from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, Rows, beams_of_rows
-from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
-from vllm_trie.worker.select.narrow import SelectionLogits
+from vllm_trie.worker.select.cohort import (
+    CohortLogits,
+    InStep,
+    MovingRows,
+    SelectionBatchPlan,
+    SelectionCohort,
+    selection_index_of,
+)
+from vllm_trie.worker.select.narrow import NarrowLogits, SelectionLogits
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -74,6 +81,7 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: SelectionGraphs | None = None
+        self.newest = partial(torch.zeros, dtype=torch.int64, device=rows.device)
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: RunnerStepContext) -> None:
@@ -82,6 +90,10 @@ class Selector:
             if group_id not in context.new_tokens_unknown:
                 group, step = self._groups[group_id], context.steps[group_id]
                 group.beams = group.beams._replace(states=self.row_beams.begin(group.rules, step.resumed))
+
+    def use(self, graphs: SelectionGraphs) -> None:
+        """Take steps by these from now on."""
+        self.graphs, self.newest = graphs, graphs.newest
 
     def forget(self) -> None:
         """Keep nothing of the last batch: there are no groups in this one."""
@@ -123,15 +135,15 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        selected, parents = [], []
+        parents, into_slots, moving = [], choose_next_search_beams, plan.moving
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        narrow = iter(of_levels)
-        into_slots = (
-            launches.worker_module_for_gpus("kernels.slots").launch_select_next
-            if launches.worker_runs_kernels_on(logits.device)
-            else choose_next_search_beams
-        )
-        for cohort in plan.cohorts:
+        selected, steps = list[PackedStep](), self._logits_of_cohorts(plan, logits, of_levels)
+        if launches.worker_runs_kernels_on(logits.device):
+            into_slots = launches.worker_module_for_gpus("kernels.slots").launch_select_next
+            if self.graphs is not None:
+                selected, steps = self.graphs.take(plan, steps, sampled)
+                moving = MovingRows.of([step.cohort for step in steps if step.cohort.moves]) if selected else moving
+        for cohort, own, level in steps:
             rules, groups = cohort.rules, cohort.groups
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
@@ -142,8 +154,6 @@ class Selector:
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
             else:
                 beams = beams_of_rows(groups)
-            level, own = next(narrow) if cohort.narrows else (None, logits)
-            own = self._controlled(cohort, plan.rows, own) if rules.is_controlled else own
             taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going)
@@ -151,8 +161,20 @@ class Selector:
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:
                 parents.append(taken.going.parents)
-        self.rows.reorder(plan.movable, plan.rows.num_tokens(plan.of_movable), parents, plan.is_controlled)
+        self.rows.reorder(moving.rows, plan.rows.num_tokens(moving.places), parents, plan.is_controlled)
         return selected
+
+    def _logits_of_cohorts(
+        self, plan: SelectionBatchPlan, whole: torch.Tensor, of_levels: Sequence[NarrowLogits]
+    ) -> list[CohortLogits]:
+        """Those of each cohort, processed where its rules ask for it: among `whole` [N, V], or its own."""
+        narrow = iter(of_levels)
+        steps = list[CohortLogits]()
+        for cohort in plan.cohorts:
+            level, own = next(narrow) if cohort.narrows else (None, whole)
+            own = self._controlled(cohort, plan.rows, own) if cohort.rules.is_controlled else own
+            steps.append(CohortLogits(cohort, own, level))
+        return steps
 
     def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
         """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
@@ -176,11 +198,6 @@ class Selector:
             return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
-        if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):
-            take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None), cohort.layout(values.shape[1]))
-            if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
-                sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
-                return taken
         take_rows = take or kernels.SelectionStepByTorch(rules, inputs, which, cohort.layout(values.shape[1]))
         return take_rows(logits_of, beams, places, sampled)
 

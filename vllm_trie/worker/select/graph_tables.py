@@ -1,0 +1,94 @@
+"""What graphs of steps know of groups: where these carry what they carry, and tables of it that graphs read.
+
+Both stay where they are from step to step. So a step like the last one uploads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import upload_to_where_it_stays
+from vllm_trie.worker.kernels.carried import OF_GROUP, OF_ROW, CarriedTables
+from vllm_trie.worker.rows.rows import GroupRows
+from vllm_trie.worker.select.cohort import MovingRows, SelectionCohort
+
+
+class HeldBeams(NamedTuple):
+    """Where graphs put what the b rows of a group carry."""
+
+    batch: SearchBeams  # [1, b]
+    tokens: torch.Tensor  # [b] int64, the newest
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """As `OF_GROUP` has them."""
+        scores, states = graph_addresses_of(self.batch)
+        return scores, self.tokens.data_ptr(), states
+
+    @classmethod
+    def of(cls, group: GroupRows, width: int) -> HeldBeams:
+        """Those that a group has, or new ones: for `width` rows, under the constraints of its present ones."""
+        held, states, device = group.held, group.batch.states, group.batch.scores.device
+        if held is not None and len(held.tokens) == width and held.batch.states.keys() == states.keys():
+            return held
+        ints = torch.empty(1 + len(states), width, dtype=torch.int64, device=device)
+        after = SearchBeams(
+            torch.empty(1, width, dtype=torch.float32, device=device),
+            states={key: of_rows[None] for key, of_rows in zip(states, ints[1:], strict=True)},
+        )
+        group.held = cls(after, ints[0])
+        return group.held
+
+
+def graph_addresses_of(beams: SearchBeams) -> list[int]:
+    """Of scores, and of states along a catalog, 0 where there are none."""
+    return [beams.scores.data_ptr(), sum(state.data_ptr() for state in beams.states.values())]
+
+
+class SelectionGraphTables:
+    """The tables of a graph, and what the host knows to be in them.
+
+    Args:
+        shape: [G, r], of the rows.
+        scale: See `CarriedTables`.
+        is_copied: Logits are copied for the graph: those of its rows are all there are, in their order.
+        device: Where the tables are.
+    """
+
+    def __init__(self, shape: tuple[int, int], scale: int, is_copied: bool, device: torch.device) -> None:
+        (num_groups, num_rows), self._is_copied = shape, is_copied
+        self._num_rows, self._num_groups = num_groups * num_rows, num_groups
+        self._of_groups = len(OF_ROW) * self._num_rows  # where they begin
+        count = self._of_groups + len(OF_GROUP) * num_groups
+        self._on_host = np.full(count, -1)
+        self._on_device = torch.empty(count, dtype=torch.int64, device=device)
+        self._cohort: ref[SelectionCohort] | None = None
+        rows, groups = self._on_device[: self._of_groups], self._on_device[self._of_groups :]
+        self.on_device = CarriedTables(rows.view(len(OF_ROW), -1), groups.view(len(OF_GROUP), -1), scale)
+
+    def write(self, cohort: SelectionCohort, of_groups: np.ndarray) -> None:
+        """Let the tables hold what they are to hold: upload what has changed, if anything has.
+
+        Args:
+            cohort: Whose rows are in them.
+            of_groups: [7, G], as `CarriedTables.groups`.
+        """
+        start, known = self._of_groups, self._on_host
+        if self._cohort is None or self._cohort() is not cohort:
+            moving = MovingRows.of([cohort])
+            which = np.arange(self._num_rows) if self._is_copied else cohort.seen
+            of_rows = [*moving.rows, moving.places * 0, which, moving.places, moving.places * 0]
+            known[:start], self._cohort, start = np.concatenate(of_rows), ref(cohort), 0
+        elif np.array_equal(known[start:], of_groups.ravel()):
+            return
+        known[self._of_groups :] = of_groups.ravel()
+        upload_to_where_it_stays(known[start:], self._on_device[start:])
+
+    def count_on(self) -> None:
+        """Know that each history has become a token longer, as the graph does."""
+        self._on_host[self._of_groups :][: self._num_groups] += 1
