@@ -96,6 +96,48 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
     return Counted(*launched, calls.num_calls, num_bytes, memory.most)
 
 
+class CountedByGraphs(NamedTuple):
+    """Of one step, where steps are graphs once they have come before."""
+
+    launches: int  # operations and kernels outside of graphs
+    uploads: int
+    waits: int
+    calls: int  # of Python functions of ours
+    replays: int
+    of_graph: int  # launches that a graph holds
+
+
+def counted_by_graphs(search: str, width: int, num_groups: int) -> CountedByGraphs:
+    """Count one step of groups in one batch, all that happens where vLLM would sample, once graphs hold such steps.
+
+    Args:
+        search: Of what kind.
+        width: Beams of each group.
+        num_groups: In the batch.
+    """
+    from benchmarks.call_counter import CallCounter
+    from benchmarks.launch_counter import LaunchCounter
+    from benchmarks.weightless import RecordedGraphs, WeightlessStep, kernels_noted
+
+    with kernels_noted() as noted:
+        groups = WeightlessStep(_rules(width)[search], num_groups, VOCAB_SIZE, most_children=MOST_CHILDREN)
+        graphs = RecordedGraphs(noted)
+        groups.use_graphs(graphs)
+        with LaunchCounter():
+            for number in (*(FIRST, SECOND, THIRD) * 2, FIRST):  # seen, captured, replayed
+                groups.sample(np.full(num_groups, number))
+        graphs.replays = 0
+        for kernel in noted.values():
+            kernel.count = 0
+        with LaunchCounter() as counter:
+            groups.sample(np.full(num_groups, SECOND))
+        kernels, replays = sum(kernel.count for kernel in noted.values()), graphs.replays
+        with LaunchCounter(), CallCounter() as calls:
+            groups.sample(np.full(num_groups, THIRD))
+    launched = len(counter.operations) + kernels, counter.copies, counter.waits
+    return CountedByGraphs(*launched, calls.num_calls, replays, max(graphs.launches, default=0))
+
+
 def counted_forest(width: int, num_groups: int) -> Counted:
     """Count one step of groups that speculate with a draft model, without the forwards; all drafts are accepted."""
     from benchmarks.call_counter import CallCounter

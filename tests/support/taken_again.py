@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import numpy as np
+import torch
+from vllm.v1.worker.gpu import async_utils
+
 from vllm_trie.search import devices
+from vllm_trie.worker import runner
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
 
 
 class TakenAgain(SelectionGraphCapture):
     """Replaying takes the step once more, and fails where something is uploaded.
 
-    `count`: captures; `has_memory`: whether there may be any; `waits`: how often copies were waited for.
+    `count`: captures; `replays`: of all; `has_memory`: whether there may be any; `waits`: how often it was waited for
+    copies.
     """
 
     def __init__(self) -> None:
-        self.count = self.waits = 0
+        self.count = self.replays = self.waits = 0
         self.has_memory = True
 
     def has_room(self, num_bytes: int) -> bool:
@@ -29,7 +36,21 @@ class TakenAgain(SelectionGraphCapture):
         self.count += 1
 
         def replay() -> None:
+            self.replays += 1
             with patch.object(devices, "uploaded_for_search", side_effect=AssertionError("uploaded in a graph")):
                 run()
 
         return replay
+
+
+@contextmanager
+def copies_made() -> Iterator[None]:
+    """Within it, what goes to the host is copied, as from a device: what a CPU has is else seen where it is."""
+
+    def copied(tensor: torch.Tensor | None) -> np.ndarray | None:
+        return None if tensor is None else tensor.numpy().copy()
+
+    with ExitStack() as stack:
+        for module in (async_utils, runner):
+            stack.enter_context(patch.object(module, "async_copy_to_np", copied))
+        yield

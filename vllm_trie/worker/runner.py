@@ -114,7 +114,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         ):
             graphs = launches.worker_module_for_gpus("select.step_graphs")
-            copying = [self.output_copy_stream, *([] if self.pp_handler is None else [self.pp_handler.broadcast_stream])]
+            copying = [self.output_copy_stream]
+            if self.pp_handler is not None:
+                copying.append(self.pp_handler.broadcast_stream)
             most_logits = self.max_num_reqs * self.model_config.get_vocab_size()
             capture = graphs.SelectionGraphCapture(copying)
             self.selector.use(graphs.SelectionGraphs(self.rows, self.model_config.dtype, capture, most_logits))

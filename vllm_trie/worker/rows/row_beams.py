@@ -19,7 +19,7 @@ from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.rows.catalogs import RowCatalogs
-from vllm_trie.worker.rows.rows import GroupRows, Rows, beams_of_rows, common_length_of_rows
+from vllm_trie.worker.rows.rows import GroupRows, Rows, beams_of_rows
 
 
 class RowBeams:
@@ -75,7 +75,7 @@ class RowBeams:
             elif key.source is ConstraintSource.AMATEUR:
                 assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
                 states[key] = search_log_probabilities(amateur, temperature=rules.filters.temperature)
-        return beams._replace(states=states, length=common_length_of_rows(groups, num_tokens))
+        return beams._replace(states=states)
 
     def before_drafts(self, rules: SearchRules, group: GroupRows, num_tokens: int, num_layers: int) -> SearchBeams:
         """Of one group from whose rows so many layers of drafts may grow."""

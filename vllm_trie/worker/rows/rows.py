@@ -94,12 +94,6 @@ def beams_of_rows(groups: Sequence[GroupRows]) -> SearchBeams:
     return SearchBeams.join([group.beams for group in groups])
 
 
-def common_length_of_rows(groups: Sequence[GroupRows], num_tokens: np.ndarray) -> int | None:
-    """Tokens of all hypotheses of some groups, if they are equally many; `num_tokens` [G], of each row of a group."""
-    lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
 class BatchRows:
     """Where the rows of groups are in the present batch.
 

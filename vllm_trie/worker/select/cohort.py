@@ -49,7 +49,7 @@ class MovingRows(NamedTuple):
     @classmethod
     def of(cls, cohorts: Sequence[SelectionCohort]) -> MovingRows:
         """Those of some cohorts: all their rows."""
-        prompts = [[len(group.prompt) for group in cohort.groups] for cohort in cohorts]
+        prompts = [cohort.num_prompt for cohort in cohorts]
         places = [np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in cohorts)]
         return cls(kv_rows_of_groups([cohort.slots for cohort in cohorts], prompts), np.concatenate(places))
 
@@ -103,6 +103,16 @@ class SelectionCohort:
     def of_hidden_states(self) -> slice | torch.Tensor:
         """`index`, likewise: there are as many hidden states as logits, if all are computed."""
         return selection_index_of(self.index.ravel(), self.device)
+
+    @cached_property
+    def num_prompt(self) -> np.ndarray:
+        """[G], tokens of each group's prompt."""
+        return np.array([len(group.prompt) for group in self.groups])
+
+    def common_length(self, num_tokens: np.ndarray) -> int | None:
+        """Tokens of all hypotheses, if they are equally many; `num_tokens` [G], of each row of a group."""
+        lengths = num_tokens - self.num_prompt
+        return int(lengths[0]) if (lengths == lengths[0]).all() else None
 
     @property
     def seen(self) -> np.ndarray:

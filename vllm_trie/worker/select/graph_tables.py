@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.beams import SearchBeams, States
 from vllm_trie.search.devices import upload_to_where_it_stays
 from vllm_trie.worker.kernels.carried import OF_GROUP, OF_ROW, CarriedTables
 from vllm_trie.worker.rows.rows import GroupRows
@@ -19,35 +19,44 @@ from vllm_trie.worker.select.cohort import MovingRows, SelectionCohort
 
 
 class HeldBeams(NamedTuple):
-    """Where graphs put what the b rows of a group carry."""
+    """Where graphs put what the b rows of a group carry; and the addresses of that, as `OF_GROUP` has them."""
 
     batch: SearchBeams  # [1, b]
     tokens: torch.Tensor  # [b] int64, the newest
-
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        """As `OF_GROUP` has them."""
-        scores, states = graph_addresses_of(self.batch)
-        return scores, self.tokens.data_ptr(), states
+    carried: tuple[int, int]
+    next_ones: tuple[int, int, int]
 
     @classmethod
-    def of(cls, group: GroupRows, width: int) -> HeldBeams:
-        """Those that a group has, or new ones: for `width` rows, under the constraints of its present ones."""
-        held, states, device = group.held, group.batch.states, group.batch.scores.device
-        if held is not None and len(held.tokens) == width and held.batch.states.keys() == states.keys():
-            return held
+    def of(cls, states: States, width: int, device: torch.device) -> HeldBeams:
+        """For `width` rows, under the same constraints as others, which are in these states."""
         ints = torch.empty(1 + len(states), width, dtype=torch.int64, device=device)
-        after = SearchBeams(
-            torch.empty(1, width, dtype=torch.float32, device=device),
-            states={key: of_rows[None] for key, of_rows in zip(states, ints[1:], strict=True)},
-        )
-        group.held = cls(after, ints[0])
-        return group.held
+        scores = torch.empty(1, width, dtype=torch.float32, device=device)
+        batch = SearchBeams(scores, states=dict(zip(states, ints[1:, None], strict=True)))
+        of_scores, of_states = graph_addresses_of(batch)
+        return cls(batch, ints[0], (of_scores, of_states), (of_scores, ints.data_ptr(), of_states))
+
+    def fits(self, states: States, width: int) -> bool:
+        """Whether it is for as many rows, under the same constraints."""
+        return len(self.tokens) == width and self.batch.states.keys() == states.keys()
 
 
-def graph_addresses_of(beams: SearchBeams) -> list[int]:
+def graph_addresses_of(beams: SearchBeams) -> tuple[int, int]:
     """Of scores, and of states along a catalog, 0 where there are none."""
-    return [beams.scores.data_ptr(), sum(state.data_ptr() for state in beams.states.values())]
+    return beams.scores.data_ptr(), sum(state.data_ptr() for state in beams.states.values())
+
+
+def put_where_graphs_find_it(group: GroupRows, width: int) -> tuple[int, ...]:
+    """Say where graphs find what the rows of a group carry, and where they are to put what `width` rows carry next.
+
+    Returns:
+        Addresses, as `OF_GROUP` has them. Whatever is there is kept by the group.
+    """
+    beams, held = group.beams, group.held
+    if held is None or not held.fits(beams.states, width):
+        held = group.held = HeldBeams.of(beams.states, width, beams.scores.device)
+    states = {key: state.contiguous() for key, state in beams.states.items()}
+    group.beams = beams._replace(scores=beams.scores.contiguous(), states=states)  # as a rule they are
+    return *graph_addresses_of(group.batch), *held.next_ones
 
 
 class SelectionGraphTables:

@@ -23,6 +23,7 @@ from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
 from vllm_trie.worker.expand import PackedStep, RunnerStepContext
+from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
@@ -35,7 +36,7 @@ from vllm_trie.worker.select.cohort import (
     SelectionCohort,
     selection_index_of,
 )
-from vllm_trie.worker.select.narrow import NarrowLogits, SelectionLogits
+from vllm_trie.worker.select.narrow import SelectionLogits
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -81,7 +82,8 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: SelectionGraphs | None = None
-        self.newest = partial(torch.zeros, dtype=torch.int64, device=rows.device)
+        # [rows of a batch, tokens of each] int64, for the newest ones.
+        self.newest: Callable[[int, int], torch.Tensor] = partial(torch.zeros, dtype=torch.int64, device=rows.device)
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: RunnerStepContext) -> None:
@@ -135,9 +137,14 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        parents, into_slots, moving = [], choose_next_search_beams, plan.moving
+        selected, parents, steps = list[PackedStep](), [], list[CohortLogits]()
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        selected, steps = list[PackedStep](), self._logits_of_cohorts(plan, logits, of_levels)
+        narrow = iter(of_levels)
+        for cohort in plan.cohorts:
+            level, own = next(narrow) if cohort.narrows else (None, logits)
+            own = self._controlled(cohort, plan.rows, own) if cohort.rules.is_controlled else own
+            steps.append(CohortLogits(cohort, own, level))
+        into_slots, moving = choose_next_search_beams, plan.moving
         if launches.worker_runs_kernels_on(logits.device):
             into_slots = launches.worker_module_for_gpus("kernels.slots").launch_select_next
             if self.graphs is not None:
@@ -152,6 +159,7 @@ class Selector:
             if rules.constraints:
                 of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
+                beams = beams._replace(length=cohort.common_length(num_tokens))
             else:
                 beams = beams_of_rows(groups)
             taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
@@ -161,20 +169,11 @@ class Selector:
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:
                 parents.append(taken.going.parents)
-        self.rows.reorder(moving.rows, plan.rows.num_tokens(moving.places), parents, plan.is_controlled)
+        if parents:
+            num_tokens = plan.rows.num_tokens(moving.places)
+            moved = KVFork.of(moving.rows, num_tokens, parents, self.rows.device)
+            self.rows.fork(moved, plan.is_controlled)
         return selected
-
-    def _logits_of_cohorts(
-        self, plan: SelectionBatchPlan, whole: torch.Tensor, of_levels: Sequence[NarrowLogits]
-    ) -> list[CohortLogits]:
-        """Those of each cohort, processed where its rules ask for it: among `whole` [N, V], or its own."""
-        narrow = iter(of_levels)
-        steps = list[CohortLogits]()
-        for cohort in plan.cohorts:
-            level, own = next(narrow) if cohort.narrows else (None, whole)
-            own = self._controlled(cohort, plan.rows, own) if cohort.rules.is_controlled else own
-            steps.append(CohortLogits(cohort, own, level))
-        return steps
 
     def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
         """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""

@@ -3,8 +3,8 @@
 A graph holds all that comes between the logits of a cohort and the copy of what was decided to the host: its selection,
 the newest tokens of its rows, their states along a catalog, the fork of tokens, tables and KV, and the scores of the
 next step. It reads and writes where it did when it was captured. So what a group carries stays where the group has it
-(`graph_tables`), and the graph looks up where that is (`worker.kernels.carried`). Logits stay where they are, too: a row
-is found by how far it is from a place that the graph knows.
+(`graph_tables`), and the graph looks up where that is (`worker.kernels.carried`). Logits stay where they are, too: a
+row is found by how far it is from a place that the graph knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.devices import pinned_search_tensors
-from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.expand import PackedStep
 from vllm_trie.worker.kernels import KernelStepSizes
@@ -32,10 +32,10 @@ from vllm_trie.worker.kernels.carried import Carried, launch_put_down, launch_ta
 from vllm_trie.worker.kernels.slots import launch_select_next
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
 from vllm_trie.worker.kv.kv_moves import KVFork
-from vllm_trie.worker.rows.rows import Rows, common_length_of_rows
+from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.by_kernels import SelectionStepByTorch, select_by_kernels
 from vllm_trie.worker.select.cohort import CohortLogits, SelectionBatchPlan
-from vllm_trie.worker.select.graph_tables import HeldBeams, SelectionGraphTables, graph_addresses_of
+from vllm_trie.worker.select.graph_tables import SelectionGraphTables, put_where_graphs_find_it
 
 MOST_COPIED = 1 << 21  # logits of a step for which they are copied, as for all that torch takes
 BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # that torch takes for one, at most; and any step beside its logits
@@ -133,8 +133,7 @@ class SelectionGraphs:
     def _taken(self, plan: SelectionBatchPlan, step: CohortLogits, times: Counter[Key]) -> PackedStep | None:
         cohort, values = step.cohort, step.values
         num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
-        length = common_length_of_rows(cohort.groups, num_tokens) if cohort.rules.constraints else None
-        beams = cohort.groups[0].beams._replace(length=length)
+        beams = cohort.groups[0].beams._replace(length=cohort.common_length(num_tokens))
         sizes = KernelStepSizes.of(beams, values.shape[1])
         kind = self._key(step, beams, sizes)
         times[kind] += 1
@@ -222,7 +221,8 @@ class SelectionGraphs:
         by_torch = SelectionStepByTorch(rules, SearchInputs(select_next=launch_select_next), slice(None), layout)
         take_rows, along = select_by_kernels(rules, sizes) or by_torch, beams.sparse
         decided = torch.empty(shape[0], layout.num_words, dtype=torch.int32, device=device)
-        has_tails = np.ones(cohort.index.size)  # whether they have, the device sees
+        has_tails = np.ones(cohort.index.size, dtype=np.int64)  # which have, the device sees
+        moves, is_controlled = cohort.moves, rules.is_controlled
 
         def run() -> None:
             states = None if along is None else torch.empty(shape, dtype=torch.int64, device=device)
@@ -230,13 +230,12 @@ class SelectionGraphs:
             launch_take_up(tables.on_device, carried)
             before = SearchBeams(carried.scores, states={} if along is None or states is None else {along: states})
             going, words, _ = take_rows(logits, before, of_rows["place"], self._newest)
-            if cohort_moves:
+            if moves:
                 fork = KVFork(tables.on_device.rows[:4], going.parents.flatten(), has_tails)
-                self._rows.fork(fork, rules.is_controlled)
+                self._rows.fork(fork, is_controlled)
             after = Carried(going.scores.contiguous(), None if along is None else (going.states or {})[along])
             launch_put_down(tables.on_device, after, going.tokens.contiguous(), words, decided)
 
-        cohort_moves = cohort.moves
         used = [logits.classes, logits.mixed, *([] if step.level is None else [step.level])]
         return SelectionGraph(run, tables, decided, copied, used)
 
@@ -247,17 +246,19 @@ class SelectionGraphs:
             moved = (values.data_ptr() - self._logits[values.dtype].data_ptr()) // (UNIT * values.itemsize)
         else:
             torch.index_select(values, 0, cohort.on_device[0], out=graph.copied)
-        width = cohort.layout(values.shape[1]).width
-        held = [HeldBeams.of(group, width) for group in cohort.groups]
-        of_groups = [
-            (count, moved, *graph_addresses_of(group.beams), *to.addresses)
-            for count, group, to in zip(num_tokens.tolist(), cohort.groups, held, strict=True)
-        ]
+        width, of_groups = cohort.layout(values.shape[1]).width, []
+        for count, group in zip(num_tokens.tolist(), cohort.groups, strict=True):
+            held = group.held
+            if held is not None and group.batch is held.batch and len(held.tokens) == width:  # as in the last step
+                own = *held.carried, *held.next_ones
+            else:
+                own = put_where_graphs_find_it(group, width)
+            of_groups.append((count, moved, *own))
         graph.tables.write(cohort, np.array(of_groups).T)
         graph.replay()
         graph.tables.count_on()
-        for group, to in zip(cohort.groups, held, strict=True):
-            group.batch, group.place, group.tokens = to.batch, 0, to.tokens
+        for group in cohort.groups:
+            group.batch, group.place, group.tokens = group.held.batch, 0, group.held.tokens
 
 
 def _keep_selection_graph(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
