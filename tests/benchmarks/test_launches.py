@@ -18,6 +18,7 @@ from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, 
 from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
 from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.kernels import SLOTS
+from vllm_trie.worker.select.step_graphs import LOGITS_OF_BYTE, MOST_BYTES_BESIDE, MOST_OWN_BYTES
 
 MOST_LAUNCHES = {  # they may only fall
     **dict.fromkeys(
@@ -105,6 +106,13 @@ def test_a_steady_step_is_one_replay_and_nothing_else(search: str, width: int, n
     assert step.uploads <= (width > SLOTS[-1] and search == "along a catalog")
     assert step.of_graph == alone.launches - 1 - alone.copies + 2, "all but room for tokens, and what groups carry"
     assert step.calls <= MOST_CALLS_BY_GRAPHS[search == "along a catalog"] + 15 * step.uploads
+
+
+@pytest.mark.parametrize("search", ["plain", "along a catalog", "log-probabilities"])
+@pytest.mark.parametrize("width", [4, 512, 5000])
+def test_graphs_by_kernels_take_as_much_memory_as_is_left_for_them(search: str, width: int) -> None:
+    num_bytes = counted(search, width, 1).most_held
+    assert 0 < num_bytes < width * VOCAB_SIZE // LOGITS_OF_BYTE + MOST_BYTES_BESIDE - MOST_OWN_BYTES
 
 
 @pytest.mark.parametrize(("search", "most"), [("controlled", 2), ("min_p and top_p", 1), ("drawn beams", None)])

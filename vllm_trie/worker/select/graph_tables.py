@@ -80,6 +80,10 @@ class SelectionGraphTables:
         rows, groups = self._on_device[: self._of_groups], self._on_device[self._of_groups :]
         self.on_device = CarriedTables(rows.view(len(OF_ROW), -1), groups.view(len(OF_GROUP), -1), scale)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._on_host.nbytes
+
     def write(self, cohort: SelectionCohort, of_groups: np.ndarray) -> None:
         """Let the tables hold what they are to hold: upload what has changed, if anything has.
 

@@ -42,6 +42,7 @@ BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # that torch takes for one, at
 LOGITS_OF_BYTE = 8  # kernels take a byte for so many, at most
 UNIT = 16  # logits, in which kernels count where rows begin: so they know them to be aligned
 MOST_GRAPHS = 128  # that are kept, those that were needed last
+MOST_OWN_BYTES = 32 << 20  # of these graphs, for what they know of rows, and what they decide
 MOST_SEEN = 512  # steps that came once, of which it is kept that they did
 MOST_STOPS = 64  # tokens: each step that is known to have come holds its own
 LIGHT_IN_TORCH = BestStrategy("hf"), BestStrategy("tridecode")
@@ -66,6 +67,10 @@ class SelectionGraph:
     decided: torch.Tensor
     copied: torch.Tensor | None
     used: list[torch.Tensor]
+
+    @property
+    def own_bytes(self) -> int:
+        return self.tables.num_bytes + self.decided.nbytes
 
 
 class SelectionGraphs:
@@ -138,7 +143,8 @@ class SelectionGraphs:
         kind = self._key(step, beams, sizes)
         times[kind] += 1
         key = *kind, times[kind]  # what was decided of some groups stays until that of others is on its way, too
-        if (graph := self._graphs.get(key)) is not None:
+        if (graph := self._graphs.pop(key, None)) is not None:
+            self._graphs[key] = graph
             self._replay(graph, step, num_tokens)
         elif self.hold(step, beams, sizes) and self._is_due(key, step, sizes):
             with pinned_search_tensors() as constants:
@@ -146,10 +152,16 @@ class SelectionGraphs:
                 self._replay(graph, step, num_tokens)  # so that nothing is compiled or uploaded in the capture
                 graph.replay = self._capture(graph.replay)
             graph.used += constants
+            self._graphs[key] = graph
+            while len(self._graphs) > MOST_GRAPHS or self._own_bytes() > MOST_OWN_BYTES:
+                del self._graphs[next(iter(self._graphs))]
         else:
             return None
-        _keep_selection_graph(self._graphs, key, graph, MOST_GRAPHS)
         return PackedStep(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
+
+    def _own_bytes(self) -> int:
+        """Of all graphs but the newest one, where they know rows and write what they decide."""
+        return sum(graph.own_bytes for graph in [*self._graphs.values()][:-1])
 
     def hold(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> bool:
         """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths.
@@ -194,7 +206,10 @@ class SelectionGraphs:
     def _is_due(self, key: Key, step: CohortLogits, sizes: KernelStepSizes) -> bool:
         """Whether a step that came is captured now."""
         count = self._seen.get(key, 0) + 1
-        _keep_selection_graph(self._seen, key, count, MOST_SEEN)
+        self._seen.pop(key, None)
+        self._seen[key] = count
+        if len(self._seen) > MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
         num_logits = step.cohort.index.size * sizes.vocab_size
         is_by_kernels = select_by_kernels(step.cohort.rules, sizes) is not None
         num_bytes = num_logits // LOGITS_OF_BYTE if is_by_kernels else num_logits * BYTES_OF_LOGIT
@@ -259,13 +274,6 @@ class SelectionGraphs:
         graph.tables.count_on()
         for group in cohort.groups:
             group.batch, group.place, group.tokens = group.held.batch, 0, group.held.tokens
-
-
-def _keep_selection_graph(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > most:
-        del kept[next(iter(kept))]
 
 
 class SelectionGraphCapture:
