@@ -209,6 +209,20 @@ def test_groups_that_no_graph_took_go_on_by_one() -> None:
         steps[0].selector.graphs = None if number == 3 else graphs
 
 
+def test_what_beams_compete_by_besides_sums_no_graph_takes_up() -> None:
+    (step, captures), without = (
+        step_with_graphs(Shape("min_p and top_p", 4)),
+        without_graphs(Shape("min_p and top_p", 4)),
+    )
+    ranked = step._beams["0"]._replace(rank_scores=step._beams["0"].scores.flip(-1))
+    for beams, count in ((step._beams["0"], 0), (step._beams["0"], 1), (ranked, 1), (step._beams["0"], 1)):
+        for one in (step, without):
+            one._beams["0"] = beams
+            one.restore()
+        assert all(map(torch.equal, selected_by(step), selected_by(without)))
+        assert captures.count == count
+
+
 @pytest.mark.parametrize("width", [3, 70])
 def test_few_logits_are_read_where_they_are(width: int) -> None:
     """Of a level of a catalog, in another place each time."""
@@ -225,7 +239,7 @@ def test_few_logits_are_read_where_they_are(width: int) -> None:
         begun = step.selector.row_beams.begin(group.rules, None)
         states = {key: next(iter(step._beams["0"].states.values())) for key in begun}
         decided = []
-        for number in range(4):
+        for number in range(3):
             step.restore()
             group.beams = step._beams["0"]._replace(states=states)
             step.context.narrow = {"0"}
@@ -422,12 +436,11 @@ def test_graphs_hold_nothing_that_is_too_large_or_does_not_come_again() -> None:
     rows: Any = SimpleNamespace(device=DEVICE, all_tokens=torch.zeros(9, 1), has_processors=False)
     graphs, plain = SelectionGraphs(rows, torch.bfloat16, Counted(), 10 << 18), rules_of("plain", 4, "")
 
-    def hold(rules: SearchRules = plain, num_rows: int = 1, values: torch.Tensor | None = None, **beams: Any) -> bool:
-        own = SearchBeams(torch.zeros(1, 1), **beams)
+    def hold(rules: SearchRules = plain, num_rows: int = 1, values: torch.Tensor | None = None) -> bool:
+        own = SearchBeams(torch.zeros(1, 1))
         values = torch.empty(1, 304, dtype=torch.bfloat16) if values is None else values
-        group, index = SimpleNamespace(batch=own), np.zeros((1, num_rows))
-        cohort: Any = SimpleNamespace(rules=rules, groups=[group], index=index)
-        return graphs.hold(CohortLogits(cohort, values), own, KernelStepSizes.of(own, values.shape[1]))
+        cohort: Any = SimpleNamespace(rules=rules, index=np.zeros((1, num_rows)))
+        return graphs.hold(CohortLogits(cohort, values), KernelStepSizes.of(own, values.shape[1]))
 
     assert hold()
     wide = torch.empty(1, 1 << 18, dtype=torch.bfloat16)
@@ -437,7 +450,6 @@ def test_graphs_hold_nothing_that_is_too_large_or_does_not_come_again() -> None:
     for values in (torch.empty(1, 304).half(), torch.empty(304, 2, dtype=torch.bfloat16).T):
         assert not hold(values=values)
     assert not hold(plain._replace(stops=StopConstraints((1,), ("a",))))
-    assert not hold(rank_scores=torch.zeros(1, 1))
     assert hold(controlled := rules_of("controlled", 4, ""))
     rows.has_processors = True
     assert not hold(controlled)

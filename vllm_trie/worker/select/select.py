@@ -137,21 +137,20 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        selected, parents, steps = list[PackedStep](), [], list[CohortLogits]()
+        selected, parents, moving = list[PackedStep](), [], list[SelectionCohort]()
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        narrow = iter(of_levels)
-        for cohort in plan.cohorts:
-            level, own = next(narrow) if cohort.narrows else (None, logits)
-            own = self._controlled(cohort, plan.rows, own) if cohort.rules.is_controlled else own
-            steps.append(CohortLogits(cohort, own, level))
-        into_slots, moving = choose_next_search_beams, plan.moving
+        narrow, into_slots, graphs = iter(of_levels), choose_next_search_beams, None
         if launches.worker_runs_kernels_on(logits.device):
             into_slots = launches.worker_module_for_gpus("kernels.slots").launch_select_next
-            if self.graphs is not None:
-                selected, steps = self.graphs.take(plan, steps, sampled)
-                moving = MovingRows.of([step.cohort for step in steps if step.cohort.moves]) if selected else moving
-        for cohort, own, level in steps:
+            graphs = self.graphs
+        for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
+            level, own = next(narrow) if cohort.narrows else (None, logits)
+            own = self._controlled(cohort, plan.rows, own) if rules.is_controlled else own
+            replayed = None if graphs is None else graphs.take(plan, CohortLogits(cohort, own, level), sampled)
+            if replayed is not None:
+                selected.append(replayed)
+                continue
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
@@ -169,9 +168,10 @@ class Selector:
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:
                 parents.append(taken.going.parents)
+                moving.append(cohort)
         if parents:
-            num_tokens = plan.rows.num_tokens(moving.places)
-            moved = KVFork.of(moving.rows, num_tokens, parents, self.rows.device)
+            rows = plan.moving if graphs is None else MovingRows.of(moving)
+            moved = KVFork.of(rows.rows, plan.rows.num_tokens(rows.places), parents, self.rows.device)
             self.rows.fork(moved, plan.is_controlled)
         return selected
 

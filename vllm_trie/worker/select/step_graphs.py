@@ -93,6 +93,7 @@ class SelectionGraphs:
         self._logits = {of: new(MOST_COPIED, dtype=of) for of in (dtype, torch.float32)}
         self._newest = torch.zeros(len(rows.all_tokens), 1, dtype=torch.int64, device=rows.device)
         self._of_batch = self._newest
+        self._times = Counter[Key]()  # of each kind, how many there were in this step
 
     def room(self) -> torch.Tensor:
         """As much memory as graphs may take of their own, [bytes] uint8."""
@@ -108,45 +109,37 @@ class SelectionGraphs:
         if count > 1:
             return torch.zeros(num_rows, count, dtype=torch.int64, device=self._rows.device)
         self._capture.wait_for_copies()
+        self._times.clear()
         if len(self._of_batch) != num_rows:
             self._of_batch = self._newest[:num_rows]
         return self._of_batch
 
-    def take(
-        self, plan: SelectionBatchPlan, steps: Sequence[CohortLogits], sampled: torch.Tensor
-    ) -> tuple[list[PackedStep], list[CohortLogits]]:
-        """Take the steps for which there are graphs, and let their rows fork.
+    def take(self, plan: SelectionBatchPlan, step: CohortLogits, sampled: torch.Tensor) -> PackedStep | None:
+        """Take a step by its graph, and let its rows fork; None, and nothing is done, if there is none.
+
+        So it is where graphs may not hold the step, where it comes for the first time, or memory is short.
 
         Args:
             plan: Of the batch.
-            steps: Of its cohorts.
+            step: Of one of its cohorts.
             sampled: Receives the newest tokens; there are graphs for what `newest` has returned.
-
-        Returns:
-            What was decided, and the steps that are left. A step is left that graphs may not hold, or that comes for
-            the first time, or if memory is short.
         """
-        taken, left, times = list[PackedStep](), list[CohortLogits](), Counter[Key]()
-        for step in steps:
-            packed = self._taken(plan, step, times) if sampled is self._of_batch else None
-            if packed is None:
-                left.append(step)
-            else:
-                taken.append(packed)
-        return taken, left
-
-    def _taken(self, plan: SelectionBatchPlan, step: CohortLogits, times: Counter[Key]) -> PackedStep | None:
+        if sampled is not self._of_batch:
+            return None
         cohort, values = step.cohort, step.values
         num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
         beams = cohort.groups[0].beams._replace(length=cohort.common_length(num_tokens))
+        for group in cohort.groups:  # what no graph takes up
+            if group.batch.rank_scores is not None or group.batch.states.keys() != beams.states.keys():
+                return None
         sizes = KernelStepSizes.of(beams, values.shape[1])
         kind = self._key(step, beams, sizes)
-        times[kind] += 1
-        key = *kind, times[kind]  # what was decided of some groups stays until that of others is on its way, too
+        self._times[kind] += 1
+        key = *kind, self._times[kind]  # what was decided of some groups stays until that of others is on its way, too
         if (graph := self._graphs.pop(key, None)) is not None:
             self._graphs[key] = graph
             self._replay(graph, step, num_tokens)
-        elif self.hold(step, beams, sizes) and self._is_due(key, step, sizes):
+        elif self.hold(step, sizes) and self._is_due(key, step, sizes):
             with pinned_search_tensors() as constants:
                 graph = self._new(step, beams, sizes)
                 self._replay(graph, step, num_tokens)  # so that nothing is compiled or uploaded in the capture
@@ -163,24 +156,15 @@ class SelectionGraphs:
         """Of all graphs but the newest one, where they know rows and write what they decide."""
         return sum(graph.own_bytes for graph in [*self._graphs.values()][:-1])
 
-    def hold(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> bool:
-        """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths.
-
-        Args:
-            step: Of G groups.
-            beams: Of the first one.
-            sizes: Of the step.
-        """
+    def hold(self, step: CohortLogits, sizes: KernelStepSizes) -> bool:
+        """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths."""
         rules, values, (stride, one) = step.cohort.rules, step.values, step.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= sizes.vocab_size
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
-        knows_more = (rules.stops.strings and not rules.stops.are_barred) or any(
-            group.batch.rank_scores is not None or group.batch.states.keys() != beams.states.keys()
-            for group in step.cohort.groups
-        )
+        looks_in_text = rules.stops.strings and not rules.stops.are_barred
         reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
         is_processed = rules.is_controlled and self._rows.has_processors
-        if not is_laid_out or has_long_key or knows_more or reports_much or is_processed:
+        if not is_laid_out or has_long_key or looks_in_text or reports_much or is_processed:
             return False
         if self._reads_in_place(step, sizes):
             return step.cohort.index.size * sizes.vocab_size <= self._most_logits
