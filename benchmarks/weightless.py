@@ -312,8 +312,7 @@ class WeightlessStep:
         of_amateur = None
         if plan.contrasts:
             of_amateur = self.amateur.of_step(self.context.steps, self.groups, plan.rows)
-        sampled = self.selector.newest(len(self.logits), 1)
-        return self.selector.select(self.context, plan, self.logits, sampled, of_amateur)
+        return self.selector.select(self.context, plan, self.logits, nowhere(len(self.logits), 1), of_amateur)
 
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""
