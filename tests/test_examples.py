@@ -28,7 +28,7 @@ from tests.support.documents import EXAMPLE_COMMANDS
 from tests.support.engine import ROOT
 from tests.support.sounds import soundfile
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 COMMANDS = [command for command in EXAMPLE_COMMANDS if "client.py" not in command]
 ON_RAY = [command for command in COMMANDS if "ray_data" in command]

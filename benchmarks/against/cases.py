@@ -13,6 +13,7 @@ OLDER, NEWER, STOCK, PAPER = "older", "newer", "stock vLLM", "trie paper's"
 AGAIN = ", again"
 BEAMS = ((4, 1, 64), (8, 1, 64), (16, 1, 64), (128, 1, 24), (8, 8, 24), (16, 32, 12))  # of each prompt; prompts; tokens
 ANSWER_WIDTHS, ANSWER_TOKENS = (256, 2048), 3
+HOST_BEAMS = ((4, 1, 64), (4, 8, 48), (16, 1, 64), (16, 8, 48), (128, 1, 24))  # as `BEAMS`
 ROWS, ROW_TOKENS = (8, 64), 48
 PAPER_WIDTHS, PAPER_PROMPTS, PAPER_TOKENS = (1, 3, 6, 9, 15), 2, 24
 DEPTHS, COST_WIDTH, COST_DRAFTS, COST_LAYERS, COST_PROMPTS, COST_TOKENS = (16, 4, 1), 4, 8, 4, 2, 32
@@ -29,7 +30,7 @@ class Case(NamedTuple):
         name: As tables show it.
         batches: Of prompts, one after the other.
         options: Of `beam_params`; of `SamplingParams` where there is no width.
-        depth: Of the target, times that of the trained one.
+        depth: Of the target, times that of the trained one; 0: it computes nothing, and its logits are ready.
         layers: Of drafts; None: no draft model.
     """
 
@@ -43,6 +44,11 @@ class Case(NamedTuple):
 def beam_cases() -> Iterator[Case]:
     for width, count, num_tokens in BEAMS:
         yield Case(f"{count} x {width} beams", [prompts(count)], beams(width, num_tokens))
+
+
+def host_cases() -> Iterator[Case]:
+    for width, count, num_tokens in HOST_BEAMS:
+        yield Case(f"{count} x {width} beams", [prompts(count)], beams(width, num_tokens), depth=0)
 
 
 def answer_cases() -> Iterator[Case]:
@@ -113,6 +119,9 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "beams": Section("Beams, ms per step", (OLDER, OLDER + AGAIN, NEWER), beam_cases, True),
+    "host": Section(
+        "Beams of a model that computes nothing, ms per step", (OLDER, OLDER + AGAIN, NEWER), host_cases, True
+    ),
     "answers": Section("Beams as outputs, ms per token", (OLDER, OLDER + AGAIN, NEWER), answer_cases, False),
     "ordinary": Section("No beams, ms per step", (STOCK, STOCK + AGAIN, NEWER), ordinary_cases, True),
     "paper": Section("One prompt at a time, ms per token", (PAPER, PAPER + AGAIN, OLDER, NEWER), paper_cases, False),

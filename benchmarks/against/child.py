@@ -20,10 +20,10 @@ UNEVEN_STEPS = 3  # of the prompts, and the first ones after them
 
 
 def main() -> None:
-    model, options = json.loads(sys.argv[1])
+    model, options, computes = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed is no answer
-    run = published_trie_search(model) if options is None else engine(model, options)
+    run = published_trie_search(model) if options is None else engine(model, options, computes)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(run(*json.loads(line))), file=answers, flush=True)
@@ -42,14 +42,16 @@ def mean_seconds(marks: Marks) -> dict[str, float] | None:
     return {"wall": wall, "cpu": cpu}
 
 
-def engine(model: str, options: dict[str, Any]) -> Run:
-    """What runs a case on vLLM."""
+def engine(model: str, options: dict[str, Any], computes: bool) -> Run:
+    """What runs a case on vLLM, by a model that computes or `answers_at_once`."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_trie import beam_params
 
     llm = LLM(model, **options)
+    if not computes:
+        answer_at_once(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps = Marks()
 
@@ -79,6 +81,18 @@ def engine(model: str, options: dict[str, Any]) -> Run:
         }
 
     return run
+
+
+def answer_at_once(llm: Any) -> None:
+    """Let the model of an engine compute nothing: what a step takes then is the host's part, and selection."""
+    import torch
+
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    config, rows = llm.llm_engine.model_config, llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    hidden = torch.zeros(rows, config.get_hidden_size(), dtype=config.dtype)
+    logits = torch.randn(rows, config.get_vocab_size(), dtype=config.dtype, generator=torch.Generator().manual_seed(0))
+    model.forward = lambda input_ids, positions, *_, **__: hidden[: positions.shape[-1]]
+    model.compute_logits = lambda of_rows, *_, **__: logits[: len(of_rows)]
 
 
 def published_trie_search(model: str) -> Run:

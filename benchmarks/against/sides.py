@@ -38,10 +38,12 @@ class Side:
         RuntimeError: from any method, it ended; with its last words.
     """
 
-    def __init__(self, name: str, checkout: Path, model: str, options: dict[str, Any] | None) -> None:
+    def __init__(
+        self, name: str, checkout: Path, model: str, options: dict[str, Any] | None, computes: bool = True
+    ) -> None:
         self._name, self._said = name, tempfile.TemporaryFile("w+")  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(checkout), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = [sys.executable, "-P", str(CHILD), json.dumps([model, options])]
+        command = [sys.executable, "-P", str(CHILD), json.dumps([model, options, computes])]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
         self._process: Any = subprocess.Popen(command, env=environment, cwd=checkout, text=True, **pipes)
         self._read()
@@ -99,10 +101,10 @@ class Sides:
             draft = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": layers}
             options["speculative_config"] = draft
         checkout = self._older if kind == OLDER else ROOT
-        return Side(name, checkout, self._model(depth), None if kind == PAPER else options)
+        return Side(name, checkout, self._model(depth), None if kind == PAPER else options, depth > 0)
 
     def _model(self, depth: int) -> str:
-        if depth == 1:
+        if depth <= 1:
             return str(TARGET)
         folder = self._folder / f"{depth}x"
         if not folder.exists():

@@ -19,11 +19,13 @@ def test_a_commit_is_compared_with_this_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases, "BEAMS", ((2, 1, 8), (2, 2, 8)))
+    monkeypatch.setattr(cases, "HOST_BEAMS", ((2, 1, 8),))
     out = tmp_path / "against.json"
-    against.main(["HEAD", "--only", "beams", "--repeats", "1", "--seconds", "0", "--out", str(out)])
+    against.main(["HEAD", "--only", "beams,host", "--repeats", "1", "--seconds", "0", "--out", str(out)])
     measured = json.loads(out.read_text())
     assert [case["case"] for case in measured["beams"]] == ["1 x 2 beams", "2 x 2 beams"]
-    for case in measured["beams"]:
+    assert [case["case"] for case in measured["host"]] == ["1 x 2 beams"]
+    for case in [*measured["beams"], *measured["host"]]:
         assert case["same_answers"]
         for clock in ("wall", "cpu"):
             assert all(ms > 0 for (ms,) in case["ms"][clock].values())
@@ -40,6 +42,6 @@ def test_a_section_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         against.main(["HEAD", "--only", "beams,waves"])
     assert (
-        "no section waves; there are beams, answers, ordinary, paper, catalogs, grammars, dsbd"
+        "no section waves; there are beams, host, answers, ordinary, paper, catalogs, grammars, dsbd"
         in capsys.readouterr().err
     )

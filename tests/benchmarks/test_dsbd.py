@@ -12,7 +12,7 @@ from tests.support.engine import Engines
 from tests.support.pairs import TRAINED, speculating
 from tests.support.running import trained_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_the_theorem_gives_the_closed_form_and_its_limits() -> None:

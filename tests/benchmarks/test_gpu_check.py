@@ -55,6 +55,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatc
         gpu_check.main([])
 
 
+@pytest.mark.nightly
 def test_all_of_it_runs_without_vllm_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", BLOCKED, str(tmp_path)]

@@ -23,7 +23,7 @@ from benchmarks.gpu_engines import by_sglang, offline, options, pair, served
 from tests.support.engine import Engines
 from tests.support.pairs import TRAINED, speculating
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 ARGS = argparse.Namespace(
     rehearse=True, repeats=1, no_compile=False, kv_cache_gib=1, shared_prefix_attention="auto", minutes=1

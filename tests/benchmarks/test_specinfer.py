@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 from benchmarks.peers.specinfer import Generated, TreeSpeculation
 from tests.support.models import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 VOCABULARY = 16
 TEMPERATURE = 0.6

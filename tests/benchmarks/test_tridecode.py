@@ -17,7 +17,7 @@ from tests.support.engine import TRAINED_TARGET
 from tests.support.loop import loop_beams, one_thread
 from tests.support.reference import Answer, agree, load
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 EOS, WIDTHS, MAX_TOKENS = 1, (2, 3, 5), 24
 DRAW = random.Random(0)

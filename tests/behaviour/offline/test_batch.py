@@ -107,6 +107,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engines: Engines, tmp_path: Path) -> None:
     texts, output, mark = [*TEXTS, TOO_LONG], tmp_path / "out.jsonl", uuid.uuid4().hex
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:

@@ -87,7 +87,9 @@ def score(sequence: Any, params: BeamSearchParams, eos_token_id: int) -> float:
     return sequence.cum_logprob / length**params.length_penalty
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "width", [1, pytest.param(2, marks=pytest.mark.nightly), 4, pytest.param(8, marks=pytest.mark.nightly)]
+)
 def test_tokens_scores_and_order_are_those_of_vllms_own_loop(engine: Engine, width: int) -> None:
     prompts, eos_token_id = prompts_for(engine), engine.llm.get_tokenizer().eos_token_id
     num_compared = num_tied = num_stopped = 0

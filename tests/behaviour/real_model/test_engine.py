@@ -128,6 +128,7 @@ def test_n_grams_find_what_plain_steps_find(engines: Engines, real_model: Path, 
     assert total_counts(outputs).accepted > 0
 
 
+@pytest.mark.nightly
 def test_beams_in_bfloat16_are_as_good_as_those_of_vllms_own_loop(
     engines: Engines, real_model: Path, prompts: list[list[int]]
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_client_that_vanishes_within_a_stream_takes_its_search_with_it(
     abort_by(server, vanish)
 
 
+@pytest.mark.nightly
 def test_a_benchmark_sees_tokens_come(server: Server, tmp_path: Path) -> None:
     """So the time to the first token is not that of the last."""
     command = [
