@@ -13,7 +13,7 @@ import torch
 
 from vllm_trie.search.beams import SearchBeams, States
 from vllm_trie.search.devices import upload_to_where_it_stays
-from vllm_trie.worker.kernels.carried import OF_GROUP, OF_ROW, CarriedTables
+from vllm_trie.worker.kernels.beams import OF_GROUP, OF_ROW, KernelBeamTables
 from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.cohort import MovingRows, SelectionCohort
 
@@ -64,7 +64,7 @@ class SelectionGraphTables:
 
     Args:
         shape: [G, r], of the rows.
-        scale: See `CarriedTables`.
+        scale: See `KernelBeamTables`.
         is_copied: Logits are copied for the graph: those of its rows are all there are, in their order.
         device: Where the tables are.
     """
@@ -78,7 +78,7 @@ class SelectionGraphTables:
         self._on_device = torch.empty(count, dtype=torch.int64, device=device)
         self._cohort: ref[SelectionCohort] | None = None
         rows, groups = self._on_device[: self._of_groups], self._on_device[self._of_groups :]
-        self.on_device = CarriedTables(rows.view(len(OF_ROW), -1), groups.view(len(OF_GROUP), -1), scale)
+        self.on_device = KernelBeamTables(rows.view(len(OF_ROW), -1), groups.view(len(OF_GROUP), -1), scale)
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class SelectionGraphTables:
 
         Args:
             cohort: Whose rows are in them.
-            of_groups: [7, G], as `CarriedTables.groups`.
+            of_groups: [7, G], as `KernelBeamTables.groups`.
         """
         start, known = self._of_groups, self._on_host
         if self._cohort is None or self._cohort() is not cohort:

@@ -3,7 +3,7 @@
 A graph holds all that comes between the logits of a cohort and the copy of what was decided to the host: its selection,
 the newest tokens of its rows, their states along a catalog, the fork of tokens, tables and KV, and the scores of the
 next step. It reads and writes where it did when it was captured. So what a group carries stays where the group has it
-(`graph_tables`), and the graph looks up where that is (`worker.kernels.carried`). Logits stay where they are, too: a
+(`graph_tables`), and the graph looks up where that is (`worker.kernels.beams`). Logits stay where they are, too: a
 row is found by how far it is from a place that the graph knows.
 """
 
@@ -28,7 +28,7 @@ from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.expand import PackedStep
 from vllm_trie.worker.kernels import KernelStepSizes
-from vllm_trie.worker.kernels.carried import Carried, launch_put_down, launch_take_up
+from vllm_trie.worker.kernels.beams import KernelBeams, launch_put_down_beams, launch_take_up_beams
 from vllm_trie.worker.kernels.slots import launch_select_next
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
 from vllm_trie.worker.kv.kv_moves import KVFork
@@ -225,15 +225,15 @@ class SelectionGraphs:
 
         def run() -> None:
             states = None if along is None else torch.empty(shape, dtype=torch.int64, device=device)
-            carried = Carried(torch.empty(shape, dtype=torch.float32, device=device), states)
-            launch_take_up(tables.on_device, carried)
+            carried = KernelBeams(torch.empty(shape, dtype=torch.float32, device=device), states)
+            launch_take_up_beams(tables.on_device, carried)
             before = SearchBeams(carried.scores, states={} if along is None or states is None else {along: states})
             going, words, _ = take_rows(logits, before, of_rows["place"], self._newest)
             if moves:
                 fork = KVFork(tables.on_device.rows[:4], going.parents.flatten(), has_tails)
                 self._rows.fork(fork, is_controlled)
-            after = Carried(going.scores.contiguous(), None if along is None else (going.states or {})[along])
-            launch_put_down(tables.on_device, after, going.tokens.contiguous(), words, decided)
+            after = KernelBeams(going.scores.contiguous(), None if along is None else (going.states or {})[along])
+            launch_put_down_beams(tables.on_device, after, going.tokens.contiguous(), words, decided)
 
         used = [logits.classes, logits.mixed, *([] if step.level is None else [step.level])]
         return SelectionGraph(run, tables, decided, copied, used)

@@ -2,7 +2,7 @@
 
 A graph reads and writes where it did when it was captured; what a group carries lies where the group has it. So a graph
 begins by taking it up from there, and ends by putting down what follows. Where that is, and what else it has to know of
-rows, it reads from two tables that stay where they are, see `CarriedTables`.
+rows, it reads from two tables that stay where they are, see `KernelBeamTables`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH, WHICH, LOGITS = (tl.constexpr(OF_ROW.index(name)) for name in ("length",
 LENGTHS, MOVED, SCORES, STATES, NEXT_SCORES, NEXT_TOKENS, NEXT_STATES = map(tl.constexpr, range(len(OF_GROUP)))
 
 
-class CarriedTables(NamedTuple):
+class KernelBeamTables(NamedTuple):
     """What a graph has to know of R rows of G groups.
 
     Args:
@@ -47,40 +47,40 @@ class CarriedTables(NamedTuple):
         return dict(zip(OF_ROW, self.rows, strict=True))
 
 
-class Carried(NamedTuple):
+class KernelBeams(NamedTuple):
     """What rows carry: [G, r] float32 scores, and [G, r] int64 states where they go along a catalog."""
 
     scores: torch.Tensor
     states: torch.Tensor | None = None
 
 
-def launch_take_up(tables: CarriedTables, carried: Carried) -> None:
+def launch_take_up_beams(tables: KernelBeamTables, carried: KernelBeams) -> None:
     """Write what rows carry to `carried`, and what the tables leave to the graph."""
     num_groups, num_rows = carried.scores.shape
-    _take_up_kernel[cdiv(num_rows, PART), num_groups](*tables, num_rows, *carried, part=PART)
+    _take_up_beams_kernel[cdiv(num_rows, PART), num_groups](*tables, num_rows, *carried, part=PART)
 
 
-def launch_put_down(
-    tables: CarriedTables, going: Carried, tokens: torch.Tensor, words: torch.Tensor, decided: torch.Tensor
+def launch_put_down_beams(
+    tables: KernelBeamTables, going: KernelBeams, tokens: torch.Tensor, words: torch.Tensor, decided: torch.Tensor
 ) -> None:
     """Write what b slots of each group carry to where the group has it; each history is then a token longer.
 
     Args:
-        tables: See `CarriedTables`.
+        tables: See `KernelBeamTables`.
         going: What they carry.
         tokens: [G, b] int64, their newest.
         words: [G, n] int32, the step, packed.
         decided: [G, n], where that is copied to.
     """
     (num_groups, width), count = going.scores.shape, words.shape[1]
-    _put_down_kernel[cdiv(max(width, count), PART), num_groups](
+    _put_down_beams_kernel[cdiv(max(width, count), PART), num_groups](
         tables.groups, width, *going, tokens, words, decided, count, part=PART
     )
 
 
 @triton.jit(do_not_specialize=["scale", "num_rows"], do_not_specialize_on_alignment=["rows", "groups"])
-def _take_up_kernel(rows, groups, scale, num_rows, scores, states, part: tl.constexpr):
-    """See `launch_take_up`: programs per part of a group's rows."""
+def _take_up_beams_kernel(rows, groups, scale, num_rows, scores, states, part: tl.constexpr):
+    """See `launch_take_up_beams`: programs per part of a group's rows."""
     group, num_groups = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row, num_all_rows, groups = tl.program_id(0) * part + tl.arange(0, part), num_groups * num_rows, groups + group
     at, mask = group * num_rows + row, row < num_rows
@@ -96,8 +96,8 @@ def _take_up_kernel(rows, groups, scale, num_rows, scores, states, part: tl.cons
 
 
 @triton.jit(do_not_specialize=["width", "count"], do_not_specialize_on_alignment=["groups", "states", "tokens"])
-def _put_down_kernel(groups, width, scores, states, tokens, words, decided, count, part: tl.constexpr):
-    """See `launch_put_down`: programs per part of a group's slots, and of its words."""
+def _put_down_beams_kernel(groups, width, scores, states, tokens, words, decided, count, part: tl.constexpr):
+    """See `launch_put_down_beams`: programs per part of a group's slots, and of its words."""
     group, num_groups = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     slot, groups = tl.program_id(0) * part + tl.arange(0, part), groups + group
     at, mask = group * width + slot, slot < width
@@ -121,7 +121,7 @@ def warm_up_kernels(serving: KernelVariants) -> None:
     states, tokens = torch.zeros(2, 1, 1, dtype=torch.int64, device=device)
     addresses = [tensor.data_ptr() for tensor in (scores, states, scores, tokens, states)]
     groups = uploaded_for_search(np.array([0, 0, *addresses])[:, None], device)
-    tables = CarriedTables(torch.zeros(len(OF_ROW), 1, dtype=torch.int64, device=device), groups, 1)
-    for carried in (Carried(scores), Carried(scores, states)):
-        launch_take_up(tables, carried)
-        launch_put_down(tables, carried, tokens, words, decided)
+    tables = KernelBeamTables(torch.zeros(len(OF_ROW), 1, dtype=torch.int64, device=device), groups, 1)
+    for carried in (KernelBeams(scores), KernelBeams(scores, states)):
+        launch_take_up_beams(tables, carried)
+        launch_put_down_beams(tables, carried, tokens, words, decided)
