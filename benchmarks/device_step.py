@@ -177,7 +177,7 @@ class DeviceStep:
         self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
         self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
         if self.device.type == "cuda":
-            self.selector.graphs = SelectionGraphs(self.device, self.logits.dtype, SelectionGraphCapture())
+            self.use_graphs(SelectionGraphCapture([]))
         request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
         first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
         steps = {}
@@ -191,6 +191,11 @@ class DeviceStep:
             steps[name] = GroupStep(SearchPhase(), selects=True, decodes=True)
         self.context = RunnerStepContext(steps, decided_at=None)
         self._beams = {name: group.beams for name, group in self.groups.items()}
+
+    def use_graphs(self, capture: SelectionGraphCapture) -> None:
+        """Take steps by graphs that are made so."""
+        graphs = SelectionGraphs(self.rows, self.logits.dtype, capture, self.logits.numel())
+        self.selector.use(graphs)
 
     def _runner(self) -> SimpleNamespace:
         """vLLM's, as far as rows and their selection know it."""
@@ -252,7 +257,7 @@ class DeviceStep:
 
     def select(self) -> tuple[torch.Tensor, Any]:
         """Take a step. Returns it, packed, and its layout."""
-        sampled = torch.zeros(len(self.logits), 1, dtype=torch.int64, device=self.device)
+        sampled = self.selector.newest(len(self.logits), 1)
         plan = self.selector.plan(self.context, self.batch().batch)
         (selected,) = self.selector.select(self.context, plan, self.logits, sampled)
         return selected.packed, selected.layout

@@ -79,8 +79,8 @@ def check(step: DeviceStep, twin: DeviceStep) -> None:
     with kernels_on(step.device):
         step.select()  # compiles, and uploads what is kept
         taken = []
-        for graphs in (None, step.selector.graphs):
-            step.selector.graphs = graphs
+        graphs = step.selector.graphs
+        for step.selector.graphs in (None, graphs, graphs):  # captured, replayed
             step.restore()
             with no_waits(step.device):
                 taken.append(step.select())

@@ -6,7 +6,7 @@ for, in milliseconds, however large the vocabulary. Kernels of ours are noted, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 import vllm_trie
 from benchmarks import device_bytes
+from benchmarks.launch_counter import LaunchCounter
 from vllm_trie.messages import GroupStep
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import SearchBeams
@@ -41,6 +42,7 @@ from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
 from vllm_trie.worker.select.amateur import SelectionAmateurLogits
 from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup.widest_steps import most_rows_measured_together
 
@@ -212,6 +214,37 @@ class Amateur(amateur.SelectionAmateur):
         return SelectionAmateurLogits(nowhere(len(places), self._vocab_size, dtype=torch.bfloat16), np.sort(places))
 
 
+class RecordedGraphs(SelectionGraphCapture):
+    """In the place of CUDA graphs: a capture notes how much it holds, and a replay launches nothing else.
+
+    Args:
+        noted: Kernels, see `kernels_noted`.
+
+    `launches`: of each graph, how many operations and kernels it holds; `replays`: how often one was replayed.
+    """
+
+    def __init__(self, noted: Mapping[str, Launches]) -> None:
+        self._noted, self.replays = noted, 0
+        self.launches: list[int] = []
+
+    def has_room(self, num_bytes: int) -> bool:
+        return True
+
+    def wait_for_copies(self) -> None:
+        pass
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        before = sum(kernel.count for kernel in self._noted.values())
+        with LaunchCounter() as counter:
+            run()
+        assert (counter.copies, counter.waits) == (0, 0), "no graph holds copies from the host, or waits for it"
+        self.launches.append(len(counter.operations) + sum(own.count for own in self._noted.values()) - before)
+        return self._replay
+
+    def _replay(self) -> None:
+        self.replays += 1
+
+
 class WeightlessStep:
     """Groups with equal rules that have just fanned out, in one batch, each after so many ordinary rows.
 
@@ -263,6 +296,11 @@ class WeightlessStep:
             group.beams = group.beams._replace(states=states)
         tables = [KVTable(nowhere(self.num_slots, LENGTH // n, dtype=torch.int32), n) for n in BLOCK_SIZES]
         rows.kv = KVCaches([nowhere(9, 4)], 9, tables=tables)
+
+    def use_graphs(self, capture: SelectionGraphCapture) -> None:
+        """Take steps by graphs that are made so."""
+        rows, logits = self.selector.rows, self.logits
+        self.selector.use(SelectionGraphs(rows, logits.dtype, capture, logits.numel()))
 
     def batch(self, num_tokens: np.ndarray) -> InputBatch:
         """All rows; by group, `num_tokens` [G] in each."""

@@ -96,6 +96,48 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
     return Counted(*launched, calls.num_calls, num_bytes, memory.most)
 
 
+class CountedByGraphs(NamedTuple):
+    """Of one step, where steps are graphs once they have come before."""
+
+    launches: int  # operations and kernels outside of graphs
+    uploads: int
+    waits: int
+    calls: int  # of Python functions of ours
+    replays: int
+    of_graph: int  # launches that a graph holds
+
+
+def counted_by_graphs(search: str, width: int, num_groups: int) -> CountedByGraphs:
+    """Count one step of groups in one batch, all that happens where vLLM would sample, once graphs hold such steps.
+
+    Args:
+        search: Of what kind.
+        width: Beams of each group.
+        num_groups: In the batch.
+    """
+    from benchmarks.call_counter import CallCounter
+    from benchmarks.launch_counter import LaunchCounter
+    from benchmarks.weightless import RecordedGraphs, WeightlessStep, kernels_noted
+
+    with kernels_noted() as noted:
+        groups = WeightlessStep(_rules(width)[search], num_groups, VOCAB_SIZE, most_children=MOST_CHILDREN)
+        graphs = RecordedGraphs(noted)
+        groups.use_graphs(graphs)
+        with LaunchCounter():
+            for number in (*(FIRST, SECOND, THIRD) * 2, FIRST):  # seen, captured, replayed
+                groups.sample(np.full(num_groups, number))
+        graphs.replays = 0
+        for kernel in noted.values():
+            kernel.count = 0
+        with LaunchCounter() as counter:
+            groups.sample(np.full(num_groups, SECOND))
+        kernels, replays = sum(kernel.count for kernel in noted.values()), graphs.replays
+        with LaunchCounter(), CallCounter() as calls:
+            groups.sample(np.full(num_groups, THIRD))
+    launched = len(counter.operations) + kernels, counter.copies, counter.waits
+    return CountedByGraphs(*launched, calls.num_calls, replays, max(graphs.launches, default=0))
+
+
 def counted_forest(width: int, num_groups: int) -> Counted:
     """Count one step of groups that speculate with a draft model, without the forwards; all drafts are accepted."""
     from benchmarks.call_counter import CallCounter
@@ -131,14 +173,17 @@ def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
         forest = counted_forest(width, num_groups)
         counts = forest.operations, forest.copies, forest.kernels, NOT_COUNTED, forest.launches, NOT_COUNTED
         of_memory = [NOT_COUNTED] * 3
-        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits, forest.calls, *of_memory)])
+        row = search, f"{width} x {num_groups}", *counts, forest.waits, forest.calls, *of_memory
+        return Measured([(*row, *[NOT_COUNTED] * 3)])
     step = counted(*shape)
     alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
     waits = max(step.waits, alone.waits, beside.waits)
     counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, beside.launches, waits
     of_logits = width * num_groups * VOCAB_SIZE * LOGIT_BYTES
     of_memory = _megabytes(step.num_bytes), step.num_bytes / of_logits, _megabytes(step.most_held)
-    return Measured([(search, f"{width} x {num_groups}", *counts, alone.calls, *of_memory)])
+    graphs = counted_by_graphs(*shape)
+    of_graphs = graphs.launches, graphs.uploads, graphs.calls
+    return Measured([(search, f"{width} x {num_groups}", *counts, alone.calls, *of_memory, *of_graphs)])
 
 
 def _megabytes(num_bytes: int) -> float:
@@ -150,7 +195,7 @@ TABLE = Table(
     "Launches of one step on a GPU, counted without one",
     (
         *("search", "beams x groups", "torch", "copies", "kernels", "in all", "step", "beside rows", "waits"),
-        *("calls", "MB", "x logits", "held"),
+        *("calls", "MB", "x logits", "held", "outside graphs", "uploads", "calls by graphs"),
     ),
     cells,
     measure,
@@ -168,5 +213,7 @@ TABLE = Table(
     "selection reads and writes, without its reorder, each tensor that an operation or kernel is given counted once, "
     "as large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; x "
     "logits: as a multiple of those of all beams in bfloat16, so 1 is a single pass over them; MB held: what the step"
-    " allocates at most at a time, without what torch's operations take for themselves",
+    " allocates at most at a time, without what torch's operations take for themselves; outside graphs: operations and "
+    "kernels of a step, all that happens where vLLM would sample, once graphs hold what they can of it; uploads and "
+    "calls by graphs: likewise",
 )

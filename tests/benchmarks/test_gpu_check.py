@@ -22,11 +22,9 @@ from benchmarks import gpu_attention, gpu_check, gpu_searches, gpu_steps, gpu_ta
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
-from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker.attention.prefix_suffix import Calls
 from vllm_trie.worker.kernels import step
 from vllm_trie.worker.kv import copies
-from vllm_trie.worker.select.step_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -193,9 +191,8 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
 class TakenOnce(TakenAgain):
     """A graph that goes on to decide what it decided when it was replayed first."""
 
-    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
-        replay, taken = super().__call__(run)
-        return cache(replay), taken
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        return cache(super().__call__(run))
 
 
 @pytest.mark.parametrize(("capture", "failure"), [(TakenAgain, None), (TakenOnce, "other than the step")])
@@ -203,7 +200,7 @@ def test_graphs_that_the_engine_keeps_are_checked_by_other_logits(
     capture: type[TakenAgain], failure: str | None
 ) -> None:
     step, twin = (gpu_steps.DeviceStep(gpu_steps.Shape("plain", 4), gpu_steps.SMALL, gpu_steps.HOST) for _ in range(2))
-    step.selector.graphs = SelectionGraphs(gpu_steps.HOST, step.logits.dtype, capture())
+    step.use_graphs(capture())
     with pytest.raises(AssertionError, match=failure) if failure else nullcontext():
         gpu_steps.check(step, twin)
 

@@ -14,9 +14,11 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.device_bytes import LOGITS_READ, of_kernel
 from benchmarks.launch_counter import LaunchCounter
-from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, counted_forest
+from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, counted_by_graphs, counted_forest
 from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
 from vllm_trie.search.devices import uploaded_for_search
+from vllm_trie.worker.kernels import SLOTS
+from vllm_trie.worker.select.step_graphs import LOGITS_OF_BYTE, MOST_BYTES_BESIDE, MOST_OWN_BYTES
 
 MOST_LAUNCHES = {  # they may only fall
     **dict.fromkeys(
@@ -37,6 +39,7 @@ MOST_CALLS = {
     ("along a catalog", 1): 34,
     ("log-probabilities", 1): 29,
 }  # of ours, by groups; likewise
+MOST_CALLS_BY_GRAPHS = 21, 23  # of plain beams, however many groups there are, and along a catalog; likewise
 MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 
 
@@ -86,6 +89,38 @@ def test_the_host_makes_no_more_calls_than_today(search: str, num_groups: int) -
     step = counted(search, 4, num_groups, is_whole=True)
     assert 0 < step.calls <= MOST_CALLS[search, num_groups]
     assert step.copies <= 1, "more than one upload"
+
+
+@pytest.mark.parametrize(
+    ("search", "width", "num_groups"),
+    [
+        *(("plain", *shape) for shape in ((4, 1), (4, 8), (256, 1), (5000, 1))),
+        *(("along a catalog", *shape) for shape in ((4, 1), (4, 8), (512, 1), (5000, 1))),
+        *((search, 4, 1) for search in ('semantics="vllm"', "log-probabilities", "in 2 groups of beams")),
+    ],
+)
+def test_a_steady_step_is_one_replay_and_nothing_else(search: str, width: int, num_groups: int) -> None:
+    step, alone = counted_by_graphs(search, width, num_groups), counted(search, width, num_groups, is_whole=True)
+    assert (step.launches, step.waits, step.replays) == (0, 0, 1)
+    # Each depth of a catalog has a graph for many beams, which another step has taken last.
+    assert step.uploads <= (width > SLOTS[-1] and search == "along a catalog")
+    assert step.of_graph == alone.launches - 1 - alone.copies + 2, "all but room for tokens, and what groups carry"
+    assert step.calls <= MOST_CALLS_BY_GRAPHS[search == "along a catalog"] + step.uploads
+
+
+@pytest.mark.parametrize("search", ["plain", "along a catalog", "log-probabilities"])
+@pytest.mark.parametrize("width", [4, 512, 5000])
+def test_graphs_by_kernels_take_as_much_memory_as_is_left_for_them(search: str, width: int) -> None:
+    num_bytes = counted(search, width, 1).most_held
+    assert 0 < num_bytes < width * VOCAB_SIZE // LOGITS_OF_BYTE + MOST_BYTES_BESIDE - MOST_OWN_BYTES
+
+
+@pytest.mark.parametrize(("search", "most"), [("controlled", 2), ("min_p and top_p", 1), ("drawn beams", None)])
+def test_of_other_steps_graphs_hold_what_they_can(search: str, most: int | None) -> None:
+    step = counted_by_graphs(search, 4, 1)
+    assert step.waits == 0
+    assert step.replays == (most is not None)
+    assert most is None or step.launches <= most
 
 
 @pytest.mark.parametrize("num_groups", [1, 8])

@@ -23,6 +23,7 @@ from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.kernels import (
     CHILDREN,
     SLOTS,
+    beams,
     controls,
     decide,
     in_groups,
@@ -312,6 +313,26 @@ CASES: list[tuple[Any, ...]] = [
         | dict.fromkeys(["num_rows", "width", "own_stride", "sampled_stride"], INT),
         {"tile_size": rows_beside.TILE},
         4,
+    ),
+    *(
+        (
+            beams._take_up_beams_kernel,
+            {"rows": LONGS, "groups": LONGS, "scale": INT, "num_rows": INT, "scores": FLOATS} | states,
+            {"part": beams.PART} | ({} if states else {"states": None}),
+            4,
+        )
+        for states in ({}, {"states": LONGS})
+    ),
+    *(
+        (
+            beams._put_down_beams_kernel,
+            {"groups": LONGS, "width": INT, "scores": FLOATS, "tokens": LONGS, "words": "*i32", "decided": "*i32"}
+            | {"count": INT}
+            | states,
+            {"part": beams.PART} | ({} if states else {"states": None}),
+            4,
+        )
+        for states in ({}, {"states": LONGS})
     ),
     (tiles._tile_max_kernel, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
     to_rank(SLOTS[0], blocks=1),

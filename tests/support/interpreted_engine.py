@@ -24,7 +24,7 @@ from benchmarks.weightless import variants_of
 from tests.support.engine import TRAINED_TARGET, Engine
 from tests.support.pairs import TRAINED, drafting
 from tests.support.running import trained_prompts
-from tests.support.taken_again import TakenAgain
+from tests.support.taken_again import TakenAgain, copies_made
 from tests.support.trained_pair import Answer, answer
 from vllm_trie import beam_params, search
 from vllm_trie.worker import launches
@@ -129,9 +129,10 @@ def served() -> Served:
     launched, new, found = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[Answer]]()
     with as_on_a_gpu():
         engine = start_pair(Engine)
-        engine.runner.selector.graphs = SelectionGraphs(engine.runner.device, engine.runner.dtype, graphs)
+        runner = engine.runner
+        runner.selector.use(SelectionGraphs(runner.rows, runner.dtype, graphs, 1 << 20))
         start(engine, warmed)
-        with noted(variants, runs=True):
+        with noted(variants, runs=True), copies_made():
             for name, answers in serve(engine):
                 launched[name] = [kernel.rpartition(":")[2] for kernel in variants]
                 new[name] = [kernel for kernel, of_kernel in variants.items() if of_kernel - warmed[kernel]]

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import numpy as np
+import torch
+from vllm.v1.worker.gpu import async_utils
+
 from vllm_trie.search import devices
-from vllm_trie.search.step_result import PackedSearchStep
+from vllm_trie.worker import runner
 from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
 
 
 class TakenAgain(SelectionGraphCapture):
-    """Replaying takes the step once more, and writes where the first one has.
+    """Replaying takes the step once more, and fails where something is uploaded.
 
-    As a capture does, it leaves nothing there, and fails where something is uploaded. `count`: captures; `has_memory`:
-    whether there may be any.
+    `count`: captures; `replays`: of all; `has_memory`: whether there may be any; `waits`: how often it was waited for
+    copies.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.replays = self.waits = 0
         self.has_memory = True
 
     def has_room(self, num_bytes: int) -> bool:
         return self.has_memory
 
-    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
+    def wait_for_copies(self) -> None:
+        self.waits += 1
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         self.count += 1
-        with patch.object(devices, "uploaded_for_search", side_effect=AssertionError("uploaded in a capture")):
-            kept = run()
-        places = [*kept.going[:3], kept.words]
-        for place in places:
-            place.fill_(-1)
 
         def replay() -> None:
-            taken = run()
-            for place, result in zip(places, [*taken.going[:3], taken.words], strict=True):
-                place.copy_(result)
+            self.replays += 1
+            with patch.object(devices, "uploaded_for_search", side_effect=AssertionError("uploaded in a graph")):
+                run()
 
-        return replay, kept
+        return replay
+
+
+@contextmanager
+def copies_made() -> Iterator[None]:
+    """Within it, what goes to the host is copied, as from a device: what a CPU has is else seen where it is."""
+
+    def copied(tensor: torch.Tensor | None) -> np.ndarray | None:
+        return None if tensor is None else tensor.numpy().copy()
+
+    with ExitStack() as stack:
+        for module in (async_utils, runner):
+            stack.enter_context(patch.object(module, "async_copy_to_np", copied))
+        yield

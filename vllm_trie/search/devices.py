@@ -133,7 +133,7 @@ def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor
 
 
 def upload_for_search(array: np.ndarray, out: torch.Tensor) -> None:
-    """The same, to where it is to be."""
+    """The same, to where it is to be: it is there as it is now, whatever becomes of the array."""
     on_host = torch.from_numpy(array)
     out.copy_(on_host.pin_memory() if out.is_cuda else on_host, non_blocking=True)
 

@@ -115,9 +115,12 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         ):
             graphs = launches.worker_module_for_gpus("select.step_graphs")
-            self.selector.graphs = graphs.SelectionGraphs(
-                self.device, self.model_config.dtype, graphs.SelectionGraphCapture()
-            )
+            copying = [self.output_copy_stream]
+            if self.pp_handler is not None:
+                copying.append(self.pp_handler.broadcast_stream)
+            most_logits = self.max_num_reqs * self.model_config.get_vocab_size()
+            capture = graphs.SelectionGraphCapture(copying)
+            self.selector.use(graphs.SelectionGraphs(self.rows, self.model_config.dtype, capture, most_logits))
         self.speculation.attach()
 
     def _make_what_few_need(self) -> None:
@@ -294,7 +297,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
                 of_ordinary.logprobs_tensors = scatter_row_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
-        sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
+        sampled = self.selector.newest(batch.num_reqs, max(step.most_steps, of_others))
         amateur = None
         if self.amateur is not None and plan.contrasts:
             amateur = self.amateur.of_step(step.steps, self.groups, rows)

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
-from tests.support.taken_again import TakenAgain
+from tests.support.taken_again import TakenAgain, copies_made
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker import launches
@@ -72,11 +72,15 @@ def test_searches_by_graphs_of_steps_find_what_they_find_without(
         hypotheses = [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
         return [*zip(hypotheses, [output.outputs[0].cumulative_logprob for output in outputs], strict=True)]
 
-    expected, captures = found(slice(None)), TakenAgain()
-    monkeypatch.setattr(engine.runner.selector, "graphs", SelectionGraphs(torch.device("cpu"), torch.float32, captures))
-    for order in (slice(None), slice(None, None, -1)):
-        assert found(order) == expected
+    expected, captures, selector = found(slice(None)), TakenAgain(), engine.runner.selector
+    graphs = SelectionGraphs(engine.runner.rows, torch.float32, captures, 1 << 20)
+    for name, value in (("graphs", graphs), ("newest", graphs.newest)):
+        monkeypatch.setattr(selector, name, value)
+    with copies_made():
+        for order in (slice(None), slice(None, None, -1), slice(None)):
+            assert found(order) == expected
     assert captures.count == 3 * len(WIDTHS)  # the first step of each, the others, and the last one
+    assert captures.replays >= captures.count
 
 
 @pytest.mark.parametrize(

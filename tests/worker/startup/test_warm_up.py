@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.launch_counter import LaunchCounter
-from benchmarks.weightless import CATALOG, NOWHERE, Launches, WeightlessStep, kernels_noted, nowhere
+from benchmarks.weightless import CATALOG, NOWHERE, Launches, RecordedGraphs, WeightlessStep, kernels_noted, nowhere
 from benchmarks.weightless_forest import WeightlessForest
 from tests.support.sharing import Batch, Group
 from tests.support.steps import rules_of
@@ -40,6 +41,7 @@ from vllm_trie.worker.startup import warm_up as warm_up_module
 from vllm_trie.worker.startup.warm_up import warm_up_at_startup
 
 VOCAB_SIZE, MOST_ROWS = 300, 100
+ALIGNED = 304  # as a vocabulary is whose rows of logits are aligned
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 6, 2, 32, 16
 SCORINGS = {
     "plain": Scoring(0.2),
@@ -139,6 +141,26 @@ def test_no_width_launches_a_variant_that_was_not_warmed(
     for number in (24, 25):
         step.sample(np.full(3, number))
     assert noted["_rank_rows_kernel" if width <= SLOTS[-1] else "_rank_blocks_kernel"].count > 0
+    assert not new_variants(noted, warmed)
+
+
+def test_steps_by_graphs_launch_no_variant_that_was_not_warmed(
+    noted: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that a graph reads where they are have rows as far apart as kernels know them to be."""
+    monkeypatch.setattr(sys.modules[__name__], "VOCAB_SIZE", ALIGNED)
+    warm_up_at_startup(runner_with({}, has_drafts=False, max_beam_width=MOST_ROWS))
+    warmed, graphs = {name: set(kernel.variants) for name, kernel in noted.items()}, RecordedGraphs(noted)
+    along = rules_of(4)._replace(constraints=(ItemConstraint(CATALOG),))
+    reporting = rules_of(4)._replace(num_logprobs=3)
+    in_groups = rules_of(4)._replace(strategy=DiverseGroupsStrategy(2, 0.5, None))
+    for rules in (rules_of(4), rules_of(MOST_ROWS), along, along._replace(width=MOST_ROWS), reporting, in_groups):
+        for num_groups in (1, 3):
+            step = WeightlessStep(rules, num_groups, ALIGNED)
+            step.use_graphs(graphs)
+            for _ in range(3):
+                step.sample(np.full(num_groups, 24))
+    assert graphs.replays == len(graphs.launches) == 12
     assert not new_variants(noted, warmed)
 
 

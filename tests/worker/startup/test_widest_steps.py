@@ -342,10 +342,11 @@ def test_steps_are_taken_where_vllm_profiles_a_device(
 
 
 def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, held = SelectionGraphs(NOWHERE, torch.bfloat16, TakenAgain()), list[int]()
+    rows: Any = SimpleNamespace(device=NOWHERE, all_tokens=nowhere(3, 8))
+    graphs, held = SelectionGraphs(rows, torch.bfloat16, TakenAgain(), 8000), list[int]()
     with MemoryCounter() as counter:
         monkeypatch.setattr(GPUModelRunner, "profile_run", lambda _: held.append(counter.held))
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()
         ProfiledRunner(NOWHERE).profile_run()
-    needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_LOGITS_OF_TORCH + step_graphs.MOST_BYTES_BESIDE
+    needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_COPIED + step_graphs.MOST_BYTES_BESIDE + 1000
     assert (held, counter.held) == ([1000 + needed, 1000], 0)

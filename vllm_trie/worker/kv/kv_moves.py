@@ -61,7 +61,7 @@ def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
         kv.write_tokens(*of_group)
 
 
-def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int]]) -> np.ndarray:
+def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     """[3, R] int64 what is known of rows before they are to continue others: see `KVFork`, the last count apart.
 
     Args:

@@ -75,8 +75,7 @@ class RowBeams:
             elif key.source is ConstraintSource.AMATEUR:
                 assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
                 states[key] = search_log_probabilities(amateur, temperature=rules.filters.temperature)
-        lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
-        return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
+        return beams._replace(states=states)
 
     def before_drafts(self, rules: SearchRules, group: GroupRows, num_tokens: int, num_layers: int) -> SearchBeams:
         """Of one group from whose rows so many layers of drafts may grow."""

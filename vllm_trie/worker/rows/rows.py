@@ -65,6 +65,7 @@ class GroupRows:
     place: int = 0  # of the group in its batch
     phase: SearchPhase | None = None  # of their present step
     rules: SearchRules = field(init=False)  # how they select in this phase: the same object until it is another
+    held: Any = None  # where CUDA graphs of steps put what rows carry, once one has taken a step of theirs
     roots: Any = None  # the rows as speculation left them; `tables`: by KV cache group [b, columns] int32 their blocks
 
     def __post_init__(self) -> None:
@@ -324,9 +325,11 @@ class Rows:
         Args:
             rows, num_tokens, parents: See `KVFork.of`.
         """
-        if not parents:
-            return
-        moved = KVFork.of(rows, num_tokens, parents, self.device)
+        if parents:
+            self.fork(KVFork.of(rows, num_tokens, parents, self.device), is_controlled)
+
+    def fork(self, moved: KVFork, is_controlled: bool) -> None:
+        """The same of rows that are known on the device."""
         fork_kv(moved, self.all_tokens, self.kv)
         if is_controlled:
             self._reorder_controls(moved)
@@ -351,6 +354,11 @@ class Rows:
         """[slots, V] int32, how often each token has come."""
         assert self._sampler is not None
         return self._sampler.penalties_state.output_bin_counts
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether any holds something by slot."""
+        return bool(self._of_processors)
 
     @property
     def _of_processors(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:

@@ -7,7 +7,7 @@ were.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +38,20 @@ class InStep(NamedTuple):
     is_plain: bool  # it takes one step of its search
     has_masks: bool  # a grammar says what its rows may take
     narrows: bool  # of its rows the logits of a catalog's level alone are computed
+
+
+class MovingRows(NamedTuple):
+    """R rows that may continue others after a step."""
+
+    rows: np.ndarray  # [3, R] int64, see `kv_rows_of_groups`
+    places: np.ndarray  # [R] int64, in the batch
+
+    @classmethod
+    def of(cls, cohorts: Sequence[SelectionCohort]) -> MovingRows:
+        """Those of some cohorts: all their rows."""
+        prompts = [cohort.num_prompt for cohort in cohorts]
+        places = [np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in cohorts)]
+        return cls(kv_rows_of_groups([cohort.slots for cohort in cohorts], prompts), np.concatenate(places))
 
 
 @dataclass(eq=False)
@@ -91,10 +105,32 @@ class SelectionCohort:
         return selection_index_of(self.index.ravel(), self.device)
 
     @cached_property
+    def num_prompt(self) -> np.ndarray:
+        """[G], tokens of each group's prompt."""
+        return np.array([len(group.prompt) for group in self.groups])
+
+    def common_length(self, num_tokens: np.ndarray) -> int | None:
+        """Tokens of all hypotheses, if they are equally many; `num_tokens` [G], of each row of a group."""
+        lengths = num_tokens - self.num_prompt
+        return int(lengths[0]) if (lengths == lengths[0]).all() else None
+
+    @property
+    def seen(self) -> np.ndarray:
+        """[G * r], which of the logits that selection sees are those of the rows."""
+        return np.arange(self.index.size) if self.rules.is_controlled else self.among.ravel()
+
+    @cached_property
     def on_device(self) -> torch.Tensor:
-        """[2, G * r] int64: which of the logits that selection sees are those of the rows, and `places`."""
-        seen = np.arange(self.index.size) if self.rules.is_controlled else self.among.ravel()
-        return uploaded_for_search(np.stack([seen, self.places.ravel()]), self.device)
+        """[2, G * r] int64: `seen` and `places`."""
+        return uploaded_for_search(np.stack([self.seen, self.places.ravel()]), self.device)
+
+
+class CohortLogits(NamedTuple):
+    """The logits of a step of a cohort."""
+
+    cohort: SelectionCohort
+    values: torch.Tensor  # [N, V], its rows' among them, see `SelectionCohort.seen`
+    level: torch.Tensor | None = None  # [V] int64, see `SearchInputs`
 
 
 class SelectionBatchPlan:
@@ -138,10 +174,7 @@ class SelectionBatchPlan:
             places = rows.places(what.group.slots)
             is_ordinary[places], self.num_sampled[0, places] = False, what.selects
         self.ordinary = is_ordinary.nonzero()[0]  # places of rows of no group
-        moving = [cohort for cohort in self.cohorts if cohort.moves]
-        prompts = [[len(group.prompt) for group in cohort.groups] for cohort in moving]
-        self.movable = kv_rows_of_groups([cohort.slots for cohort in moving], prompts)  # [3, R]
-        self.of_movable = np.concatenate([np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in moving)])  # [R]
+        self.moving = MovingRows.of([cohort for cohort in self.cohorts if cohort.moves])
 
     @cached_property
     def counts(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,11 +23,19 @@ from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
 from vllm_trie.worker.expand import PackedStep, RunnerStepContext
+from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, Rows, beams_of_rows
-from vllm_trie.worker.select.cohort import InStep, SelectionBatchPlan, SelectionCohort, selection_index_of
+from vllm_trie.worker.select.cohort import (
+    CohortLogits,
+    InStep,
+    MovingRows,
+    SelectionBatchPlan,
+    SelectionCohort,
+    selection_index_of,
+)
 from vllm_trie.worker.select.narrow import SelectionLogits
 
 if TYPE_CHECKING:
@@ -74,6 +82,8 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: SelectionGraphs | None = None
+        # [rows of a batch, tokens of each] int64, for the newest ones.
+        self.newest: Callable[[int, int], torch.Tensor] = partial(torch.zeros, dtype=torch.int64, device=rows.device)
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: RunnerStepContext) -> None:
@@ -82,6 +92,10 @@ class Selector:
             if group_id not in context.new_tokens_unknown:
                 group, step = self._groups[group_id], context.steps[group_id]
                 group.beams = group.beams._replace(states=self.row_beams.begin(group.rules, step.resumed))
+
+    def use(self, graphs: SelectionGraphs) -> None:
+        """Take steps by these from now on."""
+        self.graphs, self.newest = graphs, graphs.newest
 
     def forget(self) -> None:
         """Keep nothing of the last batch: there are no groups in this one."""
@@ -123,16 +137,20 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        selected, parents = [], []
+        selected, parents, moving = list[PackedStep](), [], list[SelectionCohort]()
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        narrow = iter(of_levels)
-        into_slots = (
-            launches.worker_module_for_gpus("kernels.slots").launch_select_next
-            if launches.worker_runs_kernels_on(logits.device)
-            else choose_next_search_beams
-        )
+        narrow, into_slots, graphs = iter(of_levels), choose_next_search_beams, None
+        if launches.worker_runs_kernels_on(logits.device):
+            into_slots = launches.worker_module_for_gpus("kernels.slots").launch_select_next
+            graphs = self.graphs
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
+            level, own = next(narrow) if cohort.narrows else (None, logits)
+            own = self._controlled(cohort, plan.rows, own) if rules.is_controlled else own
+            replayed = None if graphs is None else graphs.take(plan, CohortLogits(cohort, own, level), sampled)
+            if replayed is not None:
+                selected.append(replayed)
+                continue
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
@@ -140,10 +158,9 @@ class Selector:
             if rules.constraints:
                 of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
                 beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
+                beams = beams._replace(length=cohort.common_length(num_tokens))
             else:
                 beams = beams_of_rows(groups)
-            level, own = next(narrow) if cohort.narrows else (None, logits)
-            own = self._controlled(cohort, plan.rows, own) if rules.is_controlled else own
             taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going)
@@ -151,7 +168,11 @@ class Selector:
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:
                 parents.append(taken.going.parents)
-        self.rows.reorder(plan.movable, plan.rows.num_tokens(plan.of_movable), parents, plan.is_controlled)
+                moving.append(cohort)
+        if parents:
+            rows = plan.moving if graphs is None else MovingRows.of(moving)
+            moved = KVFork.of(rows.rows, plan.rows.num_tokens(rows.places), parents, self.rows.device)
+            self.rows.fork(moved, plan.is_controlled)
         return selected
 
     def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
@@ -176,11 +197,6 @@ class Selector:
             return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
-        if self.graphs is not None and self.graphs.hold(rules, inputs, logits_of, beams, take is not None):
-            take_rows = take or kernels.SelectionStepByTorch(rules, inputs, slice(None), cohort.layout(values.shape[1]))
-            if (taken := self.graphs.take(rules, logits_of, beams, take_rows)) is not None:
-                sampled[:, 0].index_copy_(0, places, kernels.newest_selected_tokens(taken.going, beams))
-                return taken
         take_rows = take or kernels.SelectionStepByTorch(rules, inputs, which, cohort.layout(values.shape[1]))
         return take_rows(logits_of, beams, places, sampled)
 

@@ -1,166 +1,274 @@
 """Steps of selection as CUDA graphs: what the host would ask of a GPU operation by operation, asked for at once.
 
-A step of few beams keeps a GPU busy for less time than the host needs to launch it. A graph reads and writes where it
-did when it was captured. So what a step reads is copied to where graphs read it, and what it decides from where they
-write it: one graph serves any rows of any batch, and what was decided stays as it is when the next step is taken.
+A graph holds all that comes between the logits of a cohort and the copy of what was decided to the host: its selection,
+the newest tokens of its rows, their states along a catalog, the fork of tokens, tables and KV, and the scores of the
+next step. It reads and writes where it did when it was captured. So what a group carries stays where the group has it
+(`graph_tables`), and the graph looks up where that is (`worker.kernels.beams`). Logits stay where they are, too: a
+row is found by how far it is from a place that the graph knows.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from weakref import ref
 
+import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.devices import pinned_search_tensors, search_numbers
-from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems
+from vllm_trie.search.devices import pinned_search_tensors
+from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.kernels import TakeStep
+from vllm_trie.worker.expand import PackedStep
+from vllm_trie.worker.kernels import KernelStepSizes
+from vllm_trie.worker.kernels.beams import KernelBeams, launch_put_down_beams, launch_take_up_beams
+from vllm_trie.worker.kernels.slots import launch_select_next
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
+from vllm_trie.worker.kv.kv_moves import KVFork
+from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.select.by_kernels import SelectionStepByTorch, select_by_kernels
+from vllm_trie.worker.select.cohort import CohortLogits, SelectionBatchPlan
+from vllm_trie.worker.select.graph_tables import SelectionGraphTables, put_where_graphs_find_it
 
-MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
-MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
-BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # of that memory, at most; and of what torch takes more than it needs
-MOST_ROWS = 256
-MOST_GRAPHS = 64  # that are kept, those that were needed last
-MOST_SEEN = 256  # steps that came once, of which it is kept that they did
+MOST_COPIED = 1 << 21  # logits of a step for which they are copied, as for all that torch takes
+BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # that torch takes for one, at most; and any step beside its logits
+LOGITS_OF_BYTE = 8  # kernels take a byte for so many, at most
+UNIT = 16  # logits, in which kernels count where rows begin: so they know them to be aligned
+MOST_GRAPHS = 128  # that are kept, those that were needed last
+MOST_OWN_BYTES = 32 << 20  # of these graphs, for what they know of rows, and what they decide
+MOST_SEEN = 512  # steps that came once, of which it is kept that they did
 MOST_STOPS = 64  # tokens: each step that is known to have come holds its own
+LIGHT_IN_TORCH = BestStrategy("hf"), BestStrategy("tridecode")
 
 Key = tuple[Any, ...]
 
 
-class SelectionGraph(NamedTuple):
-    """A step that was captured.
+@dataclass(eq=False)
+class SelectionGraph:
+    """A step that was captured, or is to be.
 
     Args:
-        replay: Takes it again.
-        taken: What it writes.
-        used: What else lies in memory that it reads or writes.
+        replay: Takes it.
+        tables: What it knows of rows.
+        decided: [G, n] int32, the step, packed.
+        copied: [R, V], logits, if they are copied for it.
+        used: What else lies in memory that it reads.
     """
 
     replay: Callable[[], None]
-    taken: PackedSearchStep
+    tables: SelectionGraphTables
+    decided: torch.Tensor
+    copied: torch.Tensor | None
     used: list[torch.Tensor]
+
+    @property
+    def own_bytes(self) -> int:
+        return self.tables.num_bytes + self.decided.nbytes
 
 
 class SelectionGraphs:
     """The graphs of one runner. A step is captured when it comes for the second time.
 
     Args:
-        device: The runner's.
+        rows: The runner's.
         dtype: Of its logits, as a rule.
         capture: Makes them.
+        most_logits: Of a step.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, capture: SelectionGraphCapture) -> None:
-        self._device, self._capture = device, capture
+    def __init__(self, rows: Rows, dtype: torch.dtype, capture: SelectionGraphCapture, most_logits: int) -> None:
+        self._rows, self._capture, self._most_logits = rows, capture, most_logits
         # How often steps came that have no graph; here and below, what came last is at the end.
         self._seen: dict[Key, int] = {}
         self._graphs: dict[Key, SelectionGraph] = {}
-        # What graphs read, taken before vLLM measures the memory that is left.
-        self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
-        self._scores = torch.empty(MOST_ROWS, dtype=torch.float32, device=device)
+        # What graphs read and write, taken before vLLM measures the memory that is left.
+        new = partial(torch.empty, device=rows.device)
+        self._logits = {of: new(MOST_COPIED, dtype=of) for of in (dtype, torch.float32)}
+        self._newest = torch.zeros(len(rows.all_tokens), 1, dtype=torch.int64, device=rows.device)
+        self._of_batch = self._newest
+        self._times = Counter[Key]()  # of each kind, how many there were in this step
 
     def room(self) -> torch.Tensor:
         """As much memory as graphs may take of their own, [bytes] uint8."""
-        num_bytes = BYTES_OF_LOGIT * MOST_LOGITS_OF_TORCH + MOST_BYTES_BESIDE
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        num_bytes = BYTES_OF_LOGIT * MOST_COPIED + self._most_logits // LOGITS_OF_BYTE + MOST_BYTES_BESIDE
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._rows.device)
 
-    def hold(
-        self, rules: SearchRules, inputs: SearchInputs, logits: KernelLogits, beams: SearchBeams, are_kernels: bool
-    ) -> bool:
-        """Whether graphs may hold such steps.
+    def newest(self, num_rows: int, count: int) -> torch.Tensor:
+        """[num_rows, count] int64, for the newest tokens of the rows of a batch.
 
-        They are small, and come again: whatever the host alone knows is no part of them, nor what changes with the
-        length of hypotheses.
+        Of one each it is where it was in the last step. So what is on its way to the host of that one gets there before
+        the device goes on.
+        """
+        if count > 1:
+            return torch.zeros(num_rows, count, dtype=torch.int64, device=self._rows.device)
+        self._capture.wait_for_copies()
+        self._times.clear()
+        if len(self._of_batch) != num_rows:
+            self._of_batch = self._newest[:num_rows]
+        return self._of_batch
+
+    def take(self, plan: SelectionBatchPlan, step: CohortLogits, sampled: torch.Tensor) -> PackedStep | None:
+        """Take a step by its graph, and let its rows fork; None, and nothing is done, if there is none.
+
+        So it is where graphs may not hold the step, where it comes for the first time, or memory is short.
 
         Args:
-            rules, inputs, logits, beams: Of the step.
-            are_kernels: Kernels take it, not torch.
+            plan: Of the batch.
+            step: Of one of its cohorts.
+            sampled: Receives the newest tokens; there are graphs for what `newest` has returned.
         """
-        knows_more = inputs.draws or inputs.completes is not None or beams.states or beams.rank_scores is not None
-        has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
-        if knows_more or rules.constraints or has_long_key or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
-            return False
-        if _selection_graph_key(rules, logits, beams) in self._graphs:
-            return True
-        num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
-        is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
-        most_logits = MOST_LOGITS
-        if not are_kernels:
-            # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
-            most_logits = (
-                MOST_LOGITS_OF_TORCH if rules.strategy in (BestStrategy("hf"), BestStrategy("tridecode")) else 0
-            )
-        return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
-
-    def take(
-        self, rules: SearchRules, logits: KernelLogits, beams: SearchBeams, take_rows: TakeStep
-    ) -> PackedSearchStep | None:
-        """Take a step by its graph. None, and nothing is done, if it comes for the first time, or memory is short.
-
-        Args:
-            rules: Those of G groups.
-            logits: Of all their rows, group after group.
-            beams: What these carry.
-            take_rows: Takes a step, by kernels or torch.
-        """
-        num_rows, values = len(logits.which), logits.values
-        vocab_size, stride = values.shape[1], values.stride(0)
-        key = _selection_graph_key(rules, logits, beams)
-        if (graph := self._graphs.pop(key, None)) is None:
-            count = self._seen.get(key, 0) + 1
-            _keep_selection_graph(self._seen, key, count, MOST_SEEN)
-            # Where there is no memory, it is asked for again ever more rarely: each time waits for the driver.
-            is_asked = count > 1 and count.bit_count() == 1
-            if not (is_asked and self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size + MOST_BYTES_BESIDE)):
+        if sampled is not self._of_batch:
+            return None
+        cohort, values = step.cohort, step.values
+        num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
+        beams = cohort.groups[0].beams._replace(length=cohort.common_length(num_tokens))
+        for group in cohort.groups:  # what no graph takes up
+            if group.batch.rank_scores is not None or group.batch.states.keys() != beams.states.keys():
                 return None
-            del self._seen[key]
-        # As far apart as they were: kernels are compiled for that.
-        own_values = self._logits[values.dtype][: num_rows * stride].view(num_rows, stride)[:, :vocab_size]
-        torch.index_select(values, 0, logits.which, out=own_values)
-        own_scores = self._scores[:num_rows].view(beams.scores.shape).copy_(beams.scores)
-        if graph is None:
-            graph = self._captured(logits._replace(values=own_values), SearchBeams(own_scores), take_rows)
-        _keep_selection_graph(self._graphs, key, graph, MOST_GRAPHS)
+        sizes = KernelStepSizes.of(beams, values.shape[1])
+        kind = self._key(step, beams, sizes)
+        self._times[kind] += 1
+        key = *kind, self._times[kind]  # what was decided of some groups stays until that of others is on its way, too
+        if (graph := self._graphs.pop(key, None)) is not None:
+            self._graphs[key] = graph
+            self._replay(graph, step, num_tokens)
+        elif self.hold(step, sizes) and self._is_due(key, step, sizes):
+            with pinned_search_tensors() as constants:
+                graph = self._new(step, beams, sizes)
+                self._replay(graph, step, num_tokens)  # so that nothing is compiled or uploaded in the capture
+                graph.replay = self._capture(graph.replay)
+            graph.used += constants
+            self._graphs[key] = graph
+            while len(self._graphs) > MOST_GRAPHS or self._own_bytes() > MOST_OWN_BYTES:
+                del self._graphs[next(iter(self._graphs))]
+        else:
+            return None
+        return PackedStep(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
+
+    def _own_bytes(self) -> int:
+        """Of all graphs but the newest one, where they know rows and write what they decide."""
+        return sum(graph.own_bytes for graph in [*self._graphs.values()][:-1])
+
+    def hold(self, step: CohortLogits, sizes: KernelStepSizes) -> bool:
+        """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths."""
+        rules, values, (stride, one) = step.cohort.rules, step.values, step.values.stride()
+        is_laid_out = values.dtype in self._logits and one == 1 and stride >= sizes.vocab_size
+        has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
+        looks_in_text = rules.stops.strings and not rules.stops.are_barred
+        reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
+        is_processed = rules.is_controlled and self._rows.has_processors
+        if not is_laid_out or has_long_key or looks_in_text or reports_much or is_processed:
+            return False
+        if self._reads_in_place(step, sizes):
+            return step.cohort.index.size * sizes.vocab_size <= self._most_logits
+        # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
+        is_light_in_torch = rules.constraints == () and rules.strategy in LIGHT_IN_TORCH
+        is_light = is_light_in_torch or select_by_kernels(rules, sizes) is not None
+        return is_light and step.cohort.index.size * stride <= MOST_COPIED
+
+    def _reads_in_place(self, step: CohortLogits, sizes: KernelStepSizes) -> bool:
+        """Whether a graph reads the logits of a step where they are."""
+        values = step.values
+        is_aligned = values.stride(0) % UNIT == values.data_ptr() % (UNIT * values.itemsize) == 0
+        is_by_kernels = select_by_kernels(step.cohort.rules, sizes) is not None
+        return is_by_kernels and is_aligned and sizes.vocab_size <= MOST_COPIED
+
+    def _key(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> Key:
+        """What steps have in common that a graph may take. A catalog that has gone is kept by none."""
+        cohort, values, along = step.cohort, step.values, cast(ConstraintAlongItems | None, beams.sparse)
+        of_catalog = None if along is None else (ref(along.trie), None if step.level is None else beams.length)
+        layout = values.dtype, values.stride(), self._reads_in_place(step, sizes)
+        return cohort.rules, cohort.places.shape, cohort.moves, sizes, *layout, of_catalog
+
+    def _is_due(self, key: Key, step: CohortLogits, sizes: KernelStepSizes) -> bool:
+        """Whether a step that came is captured now."""
+        count = self._seen.get(key, 0) + 1
+        self._seen.pop(key, None)
+        self._seen[key] = count
+        if len(self._seen) > MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        num_logits = step.cohort.index.size * sizes.vocab_size
+        is_by_kernels = select_by_kernels(step.cohort.rules, sizes) is not None
+        num_bytes = num_logits // LOGITS_OF_BYTE if is_by_kernels else num_logits * BYTES_OF_LOGIT
+        # Where there is no memory, it is asked for again ever more rarely: each time waits for the driver.
+        is_asked = count > 1 and count.bit_count() == 1
+        if not (is_asked and self._capture.has_room(num_bytes + MOST_BYTES_BESIDE)):
+            return False
+        del self._seen[key]
+        return True
+
+    def _new(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> SelectionGraph:
+        """What is to be captured, which works on its own."""
+        cohort, values, device = step.cohort, step.values, self._rows.device
+        rules, shape, layout = cohort.rules, cohort.places.shape, cohort.layout(sizes.vocab_size)
+        stride, own, copied = values.stride(0), self._logits[values.dtype], None
+        if self._reads_in_place(step, sizes):
+            tables = SelectionGraphTables(shape, stride // UNIT, is_copied=False, device=device)
+            in_place = own.as_strided((1, sizes.vocab_size), (UNIT, 1))
+        else:  # as far apart as they were: kernels are compiled for that
+            tables = SelectionGraphTables(shape, 1, is_copied=True, device=device)
+            in_place = copied = own[: cohort.index.size * stride].view(-1, stride)[:, : sizes.vocab_size]
+        of_rows = tables.on_device.named_rows
+        logits = KernelLogits.of(in_place, of_rows["logits"], rules.stops)._replace(level=step.level)
+        by_torch = SelectionStepByTorch(rules, SearchInputs(select_next=launch_select_next), slice(None), layout)
+        take_rows, along = select_by_kernels(rules, sizes) or by_torch, beams.sparse
+        decided = torch.empty(shape[0], layout.num_words, dtype=torch.int32, device=device)
+        has_tails = np.ones(cohort.index.size, dtype=np.int64)  # which have, the device sees
+        moves, is_controlled = cohort.moves, rules.is_controlled
+
+        def run() -> None:
+            states = None if along is None else torch.empty(shape, dtype=torch.int64, device=device)
+            carried = KernelBeams(torch.empty(shape, dtype=torch.float32, device=device), states)
+            launch_take_up_beams(tables.on_device, carried)
+            before = SearchBeams(carried.scores, states={} if along is None or states is None else {along: states})
+            going, words, _ = take_rows(logits, before, of_rows["place"], self._newest)
+            if moves:
+                fork = KVFork(tables.on_device.rows[:4], going.parents.flatten(), has_tails)
+                self._rows.fork(fork, is_controlled)
+            after = KernelBeams(going.scores.contiguous(), None if along is None else (going.states or {})[along])
+            launch_put_down_beams(tables.on_device, after, going.tokens.contiguous(), words, decided)
+
+        used = [logits.classes, logits.mixed, *([] if step.level is None else [step.level])]
+        return SelectionGraph(run, tables, decided, copied, used)
+
+    def _replay(self, graph: SelectionGraph, step: CohortLogits, num_tokens: np.ndarray) -> None:
+        """Take a step of some groups by a graph."""
+        cohort, values, moved = step.cohort, step.values, 0
+        if graph.copied is None:
+            moved = (values.data_ptr() - self._logits[values.dtype].data_ptr()) // (UNIT * values.itemsize)
+        else:
+            torch.index_select(values, 0, cohort.on_device[0], out=graph.copied)
+        width, of_groups = cohort.layout(values.shape[1]).width, []
+        for count, group in zip(num_tokens.tolist(), cohort.groups, strict=True):
+            held = group.held
+            if held is not None and group.batch is held.batch and len(held.tokens) == width:  # as in the last step
+                own = *held.carried, *held.next_ones
+            else:
+                own = put_where_graphs_find_it(group, width)
+            of_groups.append((count, moved, *own))
+        graph.tables.write(cohort, np.array(of_groups).T)
         graph.replay()
-        going, words, layout = graph.taken
-        return PackedSearchStep(
-            NextSearchBeams(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout
-        )
-
-    def _captured(self, logits: KernelLogits, beams: SearchBeams, take_rows: TakeStep) -> SelectionGraph:
-        num_rows = len(logits.which)
-        sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
-        with pinned_search_tensors() as constants:
-            which = search_numbers(num_rows, self._device)
-            logits = logits._replace(which=which)
-            take_rows(logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
-            replay, taken = self._capture(lambda: take_rows(logits, beams, which, sampled))
-        return SelectionGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
-
-
-def _selection_graph_key(rules: SearchRules, logits: KernelLogits, beams: SearchBeams) -> Key:
-    """What steps have in common that a graph may take."""
-    values = logits.values
-    return rules, beams.scores.shape, values.dtype, values.shape[1], values.stride()
-
-
-def _keep_selection_graph(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > most:
-        del kept[next(iter(kept))]
+        graph.tables.count_on()
+        for group in cohort.groups:
+            group.batch, group.place, group.tokens = group.held.batch, 0, group.held.tokens
 
 
 class SelectionGraphCapture:
-    """Captures CUDA graphs, which are replayed one after the other: what one writes for itself, another may, too."""
+    """Captures CUDA graphs, which are replayed one after the other: what one writes for itself, another may, too.
 
-    def __init__(self) -> None:
+    Args:
+        copying: Streams that copy what was decided, and the newest tokens.
+    """
+
+    def __init__(self, copying: Sequence[torch.cuda.Stream]) -> None:
+        self._copying = copying
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None  # kept: with the last graph of a pool the pool goes
@@ -170,18 +278,23 @@ class SelectionGraphCapture:
         free, _ = torch.cuda.mem_get_info()
         return free >= num_bytes
 
-    def __call__(self, run: Callable[[], PackedSearchStep]) -> tuple[Callable[[], None], PackedSearchStep]:
-        """What replays a run that has just been made before, and where it writes."""
+    def wait_for_copies(self) -> None:
+        """Let the device go on once they have copied what they were given; the host does not wait."""
+        for stream in self._copying:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What replays a run that has just been made before; nothing is run now."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _garbage_left_by_graphs():
             # `torch.cuda.graph` would wait for the device, and look for garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             self._first = self._first or graph
             try:
-                taken = run()
+                run()
             finally:
                 graph.capture_end()
-        return graph.replay, taken
+        return graph.replay
 
 
 @contextmanager
