@@ -24,7 +24,7 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.devices import pinned_search_tensors
-from vllm_trie.search.rules import SearchInputs
+from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.expand import PackedStep
 from vllm_trie.worker.kernels import KernelStepSizes
@@ -124,7 +124,7 @@ class SelectionGraphs:
             step: Of one of its cohorts.
             sampled: Receives the newest tokens; there are graphs for what `newest` has returned.
         """
-        if sampled is not self._of_batch:
+        if sampled is not self._of_batch or not self._may_hold(step.cohort.rules):
             return None
         cohort, values = step.cohort, step.values
         num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
@@ -160,11 +160,7 @@ class SelectionGraphs:
         """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths."""
         rules, values, (stride, one) = step.cohort.rules, step.values, step.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= sizes.vocab_size
-        has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
-        looks_in_text = rules.stops.strings and not rules.stops.are_barred
-        reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
-        is_processed = rules.is_controlled and self._rows.has_processors
-        if not is_laid_out or has_long_key or looks_in_text or reports_much or is_processed:
+        if not (is_laid_out and self._may_hold(rules)):
             return False
         if self._reads_in_place(step, sizes):
             return step.cohort.index.size * sizes.vocab_size <= self._most_logits
@@ -172,6 +168,14 @@ class SelectionGraphs:
         is_light_in_torch = rules.constraints == () and rules.strategy in LIGHT_IN_TORCH
         is_light = is_light_in_torch or select_by_kernels(rules, sizes) is not None
         return is_light and step.cohort.index.size * stride <= MOST_COPIED
+
+    def _may_hold(self, rules: SearchRules) -> bool:
+        """The same as far as rules alone say, without a look at all of them: a long key takes long to find."""
+        has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
+        looks_in_text = rules.stops.strings and not rules.stops.are_barred
+        reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
+        is_processed = rules.is_controlled and self._rows.has_processors
+        return not (has_long_key or looks_in_text or reports_much or is_processed)
 
     def _reads_in_place(self, step: CohortLogits, sizes: KernelStepSizes) -> bool:
         """Whether a graph reads the logits of a step where they are."""
