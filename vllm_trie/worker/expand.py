@@ -52,7 +52,6 @@ class RunnerStepContext:
     steps: dict[str, GroupStep] = field(default_factory=dict)  # of the groups in it, by id
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
-    gone: list[str] = field(default_factory=list)  # such rows of groups that have left
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
@@ -116,8 +115,8 @@ def expand(
     """
     context = RunnerStepContext(group_step_messages(output))
     steps = context.steps
-    finished = _expand_finished_requests(groups, output.finished_req_ids, context)
-    preempted = _expand_finished_requests(groups, output.preempted_req_ids or set(), context)
+    finished = _expand_finished_requests(groups, output.finished_req_ids)
+    preempted = _expand_finished_requests(groups, output.preempted_req_ids or set())
     new_requests = []
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
@@ -149,8 +148,7 @@ def expand(
             if step.resumed is None:
                 context.new_tokens_unknown.append(request_id)
             num_rows = len(step.rows.tables[0])
-            group.are_copies = copies_rows and num_rows > 1 and not group.rules.is_controlled
-            if group.are_copies:
+            if copies_rows and num_rows > 1 and not group.rules.is_controlled:
                 context.copied.append(request_id)
                 num_rows = 1
             new_requests += _expand_first_beams(group, step, num_rows, num_computed, device)
@@ -177,14 +175,11 @@ def expand(
     return expanded, context
 
 
-def _expand_finished_requests(
-    groups: dict[str, GroupRows], request_ids: set[str], context: RunnerStepContext
-) -> set[str]:
-    """These requests that leave, and all rows of those that are groups; of copies, the first."""
+def _expand_finished_requests(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
+    """These requests that leave, and all rows of those that are groups."""
     leaving = set(request_ids)
-    for group_id in sorted(request_ids & groups.keys()):  # as each rank gives slots back in the same order
-        group = groups.pop(group_id)
-        (context.gone.extend if group.are_copies else leaving.update)(group.row_ids[1:])
+    for group_id in request_ids & groups.keys():
+        leaving.update(groups.pop(group_id).row_ids)
     return leaving
 
 

@@ -182,8 +182,6 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
                 with gpu_sync_allowed():
                     self.catalogs.apply(changes)
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
-            if self.step.gone:
-                self.rows.remove_copies(self.step.gone)
             if self.sampler is not None and not self.step.steps:
                 self.selector.forget()
         output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)

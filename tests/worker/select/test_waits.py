@@ -169,7 +169,7 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     runner.catalogs, runner.speculation = SimpleNamespace(apply=waiting), RunnerSpeculation()
     runner._copies_rows, runner.execute_model_state, runner.sampler = False, None, None
     monkeypatch.setattr(runner_module, "RunnerStepContext", lambda: drafting)
-    monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, SimpleNamespace(gone=[])))
+    monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
     output = SchedulerOutput.make_empty()
     attach_group_messages(output, {}, CatalogChanges())
     runner.execute_model(output)

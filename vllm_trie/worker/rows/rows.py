@@ -58,7 +58,6 @@ class GroupRows:
     batch: SearchBeams  # what they carry, among others that have selected together
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
-    are_copies: bool = False  # all but the first, see `Rows.add_copies`
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: Any = None  # in which drafts are looked up
@@ -208,23 +207,6 @@ class Rows:
         arrays = [*row_arrays_by_slot(self._runner)] if fanning_out else []
         for group, step in fanning_out:
             self._add_copies(group, step, arrays)
-
-    def remove_copies(self, row_ids: Sequence[str]) -> None:
-        """Give back what `add_copies` gave to such rows, as vLLM does for one request after the other."""
-        runner, states = self._runner, self._runner.req_states
-        slots = [states.req_id_to_index.pop(row_id) for row_id in row_ids]
-        for slot in slots:
-            del states.index_to_req_id[slot]
-        states.free_indices.extend(slots)
-        if runner.pp_handler is not None:
-            for slot in slots:
-                runner.pp_handler.on_req_idx_freed(slot)
-        of_rows = [runner.lora_state.lora_requests]
-        if runner.encoder_cache is not None:
-            of_rows.append(runner.encoder_cache.mm_features)
-        for held in of_rows:
-            for row_id in row_ids if held else ():
-                held.pop(row_id, None)
 
     def _add_copies(self, group: GroupRows, step: GroupStep, arrays: Sequence[np.ndarray]) -> None:
         runner, states, request = self._runner, self._runner.req_states, group.request
