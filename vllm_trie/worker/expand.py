@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, DecidedMessage, GroupStep, group_step_messages
 from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.search.step_result import SearchResultLayout, unpack_search_steps
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.row_params import row_params
@@ -195,8 +195,8 @@ def _expand_first_beams(
     if step.resumed is not None:
         histories = step.resumed.histories[:num_requests].tolist()
         known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
-        group.beams = SearchBeams(*async_tensor_h2d(np.stack(known), device=device, dtype=torch.float32)[:, None])
-        group.tokens = async_tensor_h2d(step.resumed.histories[:, -1].copy(), device=device, dtype=torch.int64)
+        group.beams = SearchBeams(*uploaded_for_search(np.stack(known).astype(np.float32), device)[:, None])
+        group.tokens = uploaded_for_search(step.resumed.histories[:, -1].astype(np.int64), device)
     request = replace(group.request, num_computed_tokens=num_computed_tokens)
     blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)
     return [

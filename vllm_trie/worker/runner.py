@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
@@ -31,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.messages import BEAM_GROUPS, attach_result_messages, catalog_change_message, row_mask_message
-from vllm_trie.search.devices import is_searched_on_host
+from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search
 from vllm_trie.search.step import is_narrow_search_step
 from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.supported_engines import engine_has_logits_processors, plugin_config_of
@@ -307,7 +306,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
                 decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
                 arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
                 self.rank_check.compare("beams", arrays)
-        counts = plan.counts if is_planned else async_tensor_h2d(num_sampled, device=self.device)
+        counts = plan.counts if is_planned else uploaded_for_search(num_sampled, self.device)
         counts, rejected = counts[:, : batch.num_reqs]
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
@@ -324,7 +323,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, *args: Any, **kwargs: Any) -> Any:
         if (masks := row_mask_message(grammar_output)) is not None:
-            bits = async_tensor_h2d(masks.bits, device=self.device)
+            bits = uploaded_for_search(masks.bits, self.device)
             self.step.masks = {group_id: bits[place] for group_id, place in masks.places.items()}
         if self.stages is not None and not self.is_last_pp_rank and self.execute_model_state is not None:
             self.stages.receive(self.step, self.execute_model_state.input_batch)

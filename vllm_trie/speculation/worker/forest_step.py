@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search import search_spans
 from vllm_trie.search.beams import SearchBeams, States, gather_search_states
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts_to_forest
@@ -117,7 +117,7 @@ class ForestStep:
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """[1, numbers] int64."""
-        return async_tensor_h2d([[*numbers]], device=next(iter(self.states.values())).device, dtype=torch.int64)
+        return uploaded_for_search(np.array([[*numbers]], dtype=np.int64), next(iter(self.states.values())).device)
 
     @classmethod
     def affordable(cls, budget: SpeculationBudget, rules: SearchRules) -> SpeculationBudget:

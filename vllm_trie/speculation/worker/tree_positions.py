@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker.rows.rows import BatchRows
 
@@ -29,7 +29,7 @@ class DraftTreePositions(NamedTuple):
         """
         of_nodes = self.positions
         if offsets is not None:
-            of_nodes = of_nodes + async_tensor_h2d(offsets[self.slots], device=positions.device)
+            of_nodes = of_nodes + uploaded_for_search(offsets[self.slots], positions.device)
         positions[..., self.at] = of_nodes.to(positions.dtype)
 
 
@@ -42,5 +42,5 @@ def draft_tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> Draf
         at.append(forest_step.nodes_at(rows.batch.query_start_loc_np[rows.places(of_rows)]))
         positions.append(forest_step.start + np.array(forest.depths))
     of_nodes = np.stack([np.concatenate(at), np.concatenate(positions)])
-    on_device = async_tensor_h2d(of_nodes, device=rows.batch.positions.device, dtype=torch.int64)
+    on_device = uploaded_for_search(of_nodes, rows.batch.positions.device)
     return DraftTreePositions(on_device[0], on_device[1], np.concatenate(slots))

@@ -14,13 +14,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import async_tensor_h2d, canonicalize_singleton_dim_strides
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -31,6 +32,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.supported_engines import has_beams, plugin_config_of
 from vllm_trie.worker.attention.prefix_suffix import (
     AttentionSequences,
@@ -266,8 +268,8 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         shared = shared_attention_tokens(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
         if shared.unseen and not self.can_share:
             shared = attention_token_by_token(shared, self.block_size)
-        behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)
-        rows = async_tensor_h2d(shared.rows, device=self.device, dtype=torch.int64)
+        behind = uploaded_for_search((bounds[shared.rows] - shared.lengths).astype(np.int32), self.device)
+        rows = uploaded_for_search(shared.rows.astype(np.int64), self.device)
         plan = TritonAttentionPlan(
             shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv)
         )

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import Scoring
 
 
@@ -41,13 +41,13 @@ def attention_rows_other_than(rows: np.ndarray, common: CommonAttentionMetadata)
         return None
     device, lengths = common.seq_lens.device, np.diff(common.query_start_loc_cpu.numpy())
     others, counts = is_other.nonzero()[0], lengths[is_other]
-    tokens = async_tensor_h2d(np.repeat(is_other, lengths).nonzero()[0], device=device, dtype=torch.int64)
+    tokens = uploaded_for_search(np.repeat(is_other, lengths).nonzero()[0], device)
     starts = torch.from_numpy(np.append(0, counts.cumsum()).astype(np.int32))
-    at, on_host = async_tensor_h2d(others, device=device, dtype=torch.int64), torch.from_numpy(others)
+    at, on_host = uploaded_for_search(others, device), torch.from_numpy(others)
     bounds, is_prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
     of_others = replace(
         common,
-        query_start_loc=async_tensor_h2d(starts.numpy(), device=device, dtype=torch.int32),
+        query_start_loc=uploaded_for_search(starts.numpy(), device),
         query_start_loc_cpu=starts,
         seq_lens=common.seq_lens[at],
         seq_lens_cpu_upper_bound=None if bounds is None else bounds[on_host],

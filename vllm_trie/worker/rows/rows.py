@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -25,7 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.devices import is_searched_on_host, uploaded_together_for_search
+from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search, uploaded_together_for_search
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.tree_layers import attention_by_token
@@ -160,9 +159,9 @@ class Rows:
         by_token = attention_by_token(runner, self.beside)
         return KVCaches([*runner.kv_caches, *own], config.num_blocks, by_token, differing)
 
-    def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """What the host knows, on the device; nobody waits for it."""
-        return async_tensor_h2d(values, device=self.device, dtype=dtype)
+    def upload(self, values: Any, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:
+        """Integers that the host knows, on the device; nobody waits for it."""
+        return uploaded_for_search(np.asarray(values, dtype), self.device)
 
     @property
     def block_tables(self) -> BlockTables:
@@ -230,7 +229,7 @@ class Rows:
         tokens = self.all_tokens
         tokens[at, :num_prompt] = tokens[first, :num_prompt]
         if resumed is not None:
-            tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], torch.int32)
+            tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], np.int32)
         self._write_rope_positions(first, slots, at, num_prompt, length)
         self._write_tables(slots, at, [table[1:] for table in step.rows.tables])
 
@@ -265,7 +264,7 @@ class Rows:
         """By KV cache group, [rows, columns] the blocks of the rows in `slots`, which are `at` on the device."""
         block_tables = self._runner.block_tables
         for number, table in enumerate(tables):
-            block_tables.block_tables[number].gpu[at, : table.shape[1]] = self.upload(table, torch.int32)
+            block_tables.block_tables[number].gpu[at, : table.shape[1]] = self.upload(table, np.int32)
             block_tables.num_blocks.np[number, slots] = table.shape[1]
 
     def write_first_tokens(self, group: GroupRows, is_controlled: bool) -> None:

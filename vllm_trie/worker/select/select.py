@@ -226,7 +226,7 @@ class Selector:
         """
         batch, device = rows.batch, logits.device
         in_slots = uploaded_once_for_search(slots, device)
-        local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
+        local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, np.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.worker_runs_kernels_on(device):
             take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
