@@ -257,7 +257,7 @@ class DeviceStep:
 
     def select(self) -> tuple[torch.Tensor, Any]:
         """Take a step. Returns it, packed, and its layout."""
-        sampled = self.selector.newest(len(self.logits), 1)
+        sampled = self.selector.begin_step(len(self.logits), 1)
         plan = self.selector.plan(self.context, self.batch().batch)
         (selected,) = self.selector.select(self.context, plan, self.logits, sampled)
         return selected.packed, selected.layout

@@ -18,13 +18,13 @@ from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
 class TakenAgain(SelectionGraphCapture):
     """Replaying takes the step once more, and fails where something is uploaded.
 
-    `count`: captures; `replays`: of all; `has_memory`: whether there may be any; `waits`: how often it was waited for
-    copies.
+    `count`: captures; `replays`: of all; `has_memory`: whether there may be any; `runs_out`: a capture finds less than
+    there seemed to be; `waits`: how often it was waited for copies.
     """
 
     def __init__(self) -> None:
         self.count = self.replays = self.waits = 0
-        self.has_memory = True
+        self.has_memory, self.runs_out = True, False
 
     def has_room(self, num_bytes: int) -> bool:
         return self.has_memory
@@ -33,6 +33,8 @@ class TakenAgain(SelectionGraphCapture):
         self.waits += 1
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self.runs_out:
+            raise torch.OutOfMemoryError
         self.count += 1
 
         def replay() -> None:

@@ -294,7 +294,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
                 of_ordinary.logprobs_tensors = scatter_row_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
-        sampled = self.selector.newest(batch.num_reqs, max(step.most_steps, of_others))
+        sampled = self.selector.begin_step(batch.num_reqs, max(step.most_steps, of_others))
         amateur = None
         if self.amateur is not None and plan.contrasts:
             amateur = self.amateur.of_step(step.steps, self.groups, rows)

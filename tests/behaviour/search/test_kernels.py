@@ -74,7 +74,7 @@ def test_searches_by_graphs_of_steps_find_what_they_find_without(
 
     expected, captures, selector = found(slice(None)), TakenAgain(), engine.runner.selector
     graphs = SelectionGraphs(engine.runner.rows, torch.float32, captures, 1 << 20)
-    for name, value in (("graphs", graphs), ("newest", graphs.newest)):
+    for name, value in (("graphs", graphs), ("begin_step", graphs.begin_step)):
         monkeypatch.setattr(selector, name, value)
     with copies_made():
         for order in (slice(None), slice(None, None, -1), slice(None)):

@@ -248,7 +248,7 @@ def test_few_logits_are_read_where_they_are(width: int) -> None:
             values = step.logits.roll(number, -1)[:, level].clone()
             kept.append(values)
             logits = SelectionLogits(step.logits[:0], [NarrowLogits(level, values)])
-            sampled = step.selector.newest(len(step.logits), 1)
+            sampled = step.selector.begin_step(len(step.logits), 1)
             (selected,) = step.selector.select(step.context, plan, logits, sampled)
             decided += [selected.packed.clone(), sampled.clone(), *step.snapshot()]
         results.append(decided)
@@ -271,7 +271,7 @@ def test_what_groups_with_equal_rules_decide_in_one_step_stays_until_it_is_copie
         step.selector._most_together = 3  # rows: each group for itself
         for _ in range(3):
             step.restore()
-            sampled = step.selector.newest(len(step.logits), 1)
+            sampled = step.selector.begin_step(len(step.logits), 1)
             plan = step.selector.plan(step.context, step.batch().batch)
             assert len(plan.cohorts) == 2
             selected = step.selector.select(step.context, plan, step.logits, sampled)
@@ -308,7 +308,7 @@ def test_newest_tokens_of_rows_go_where_the_rows_are_in_the_batch(search: str) -
     step, captures = step_with_graphs(Shape(search, 3, 2, 1))
     for _ in range(3):
         step.restore()
-        sampled = step.selector.newest(len(step.logits), 1).fill_(-7)
+        sampled = step.selector.begin_step(len(step.logits), 1).fill_(-7)
         batch = step.batch()
         step.selector.select(step.context, step.selector.plan(step.context, batch.batch), step.logits, sampled)
         expected = torch.full_like(sampled, -7)
@@ -336,7 +336,7 @@ def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
             batch = one.batch().batch
             batch.idx_mapping_np = one._in_batch.ravel()[order]
             plan = one.selector.plan(one.context, batch)
-            sampled = one.selector.newest(len(one.logits), 1)
+            sampled = one.selector.begin_step(len(one.logits), 1)
             (selected,) = one.selector.select(one.context, plan, one.logits, sampled)
             results.append([selected.packed, sampled[torch.from_numpy(batch_places(one, batch))]])
         assert all(map(torch.equal, *results))
@@ -399,22 +399,29 @@ def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.Mon
 def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
     step, captures = step_with_graphs(Shape("plain", 4))
     without = without_graphs(Shape("plain", 4))
-    for has_memory, count in ((False, 0), (False, 0), (False, 0), (True, 1), (False, 1)):
-        captures.has_memory = has_memory
+    for has_memory, runs_out, count in (
+        *((False, False, 0), (True, True, 0), (False, False, 0)),
+        *((True, False, 1), (False, False, 1)),
+    ):
+        captures.has_memory, captures.runs_out = has_memory, runs_out
         assert all(map(torch.equal, taken_by(step, step.logits.clone()), taken_by(without, step.logits.clone())))
         assert captures.count == count
 
 
-def test_memory_that_is_not_there_is_asked_for_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, captures = step_with_graphs(Shape("plain", 4))
-    taken, asked = list[int](), list[int]()
-    monkeypatch.setattr(captures, "has_room", lambda _: asked.append(len(taken)))
-    for number in range(20):
-        taken.append(number)
-        step.restore()
-        step.select()
-    assert asked == [2, 4, 8, 16]
-    assert captures.count == 0
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_steps_that_lose_their_graph_or_get_none_ask_for_it_ever_more_rarely(has_memory: bool) -> None:
+    rows: Any = SimpleNamespace(device=DEVICE, all_tokens=torch.zeros(9, 1), has_processors=False)
+    captures, asked = Counted(), list[int]()
+    captures.has_room = lambda _: asked.append(1) or has_memory  # type: ignore[method-assign]
+    graphs, sizes = (
+        SelectionGraphs(rows, torch.bfloat16, captures, 1),
+        KernelStepSizes.of(SearchBeams(torch.zeros(1, 1)), 9),
+    )
+    cohort: Any = SimpleNamespace(rules=rules_of("plain", 4, ""), index=np.zeros((1, 4)))
+    step = CohortLogits(cohort, torch.zeros(1, 9))
+    due = [graphs._is_due(("of this kind",), step, sizes) for _ in range(20)]
+    assert [number for number, is_due in enumerate(due, start=1) if is_due] == ([2, 4, 8, 16] if has_memory else [])
+    assert len(asked) == 4
 
 
 def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
@@ -427,7 +434,7 @@ def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
     token_tables.search_token_classes.cache_clear()
     step.selector.forget()
     assert classes() is not None
-    step.selector.graphs = step.selector.newest = None
+    step.selector.graphs = step.selector.begin_step = None
     gc.collect()  # what stands in for a graph keeps what it runs
     assert classes() is None
 
@@ -475,12 +482,12 @@ def test_newest_tokens_of_the_last_step_are_copied_before_others_take_their_plac
     rows: Any = SimpleNamespace(device=DEVICE, all_tokens=torch.zeros(9, 1))
     captures = Counted()
     graphs = SelectionGraphs(rows, torch.bfloat16, captures, 1)
-    first = graphs.newest(5, 1)
+    first = graphs.begin_step(5, 1)
     assert (first.shape, captures.waits) == ((5, 1), 1)
-    assert graphs.newest(5, 1) is first
-    assert graphs.newest(9, 1).data_ptr() == first.data_ptr()
+    assert graphs.begin_step(5, 1) is first
+    assert graphs.begin_step(9, 1).data_ptr() == first.data_ptr()
     assert captures.waits == 3
-    assert torch.equal(graphs.newest(5, 2), torch.zeros(5, 2, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(graphs.begin_step(5, 2), torch.zeros(5, 2, dtype=torch.int64, device=DEVICE))
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])

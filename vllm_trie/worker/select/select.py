@@ -82,8 +82,10 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: SelectionGraphs | None = None
-        # [rows of a batch, tokens of each] int64, for the newest ones.
-        self.newest: Callable[[int, int], torch.Tensor] = partial(torch.zeros, dtype=torch.int64, device=rows.device)
+        # Begins a step: returns [rows of a batch, tokens of each] int64, for the newest ones.
+        self.begin_step: Callable[[int, int], torch.Tensor] = partial(
+            torch.zeros, dtype=torch.int64, device=rows.device
+        )
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: RunnerStepContext) -> None:
@@ -95,7 +97,7 @@ class Selector:
 
     def use(self, graphs: SelectionGraphs) -> None:
         """Take steps by these from now on."""
-        self.graphs, self.newest = graphs, graphs.newest
+        self.graphs, self.begin_step = graphs, graphs.begin_step
 
     def forget(self) -> None:
         """Keep nothing of the last batch: there are no groups in this one."""
@@ -137,7 +139,7 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        selected, parents, moving = list[PackedStep](), [], list[SelectionCohort]()
+        selected, parents, moving, has_replayed = list[PackedStep](), [], list[SelectionCohort](), False
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
         narrow, into_slots, graphs = iter(of_levels), choose_next_search_beams, None
         if launches.worker_runs_kernels_on(logits.device):
@@ -150,6 +152,7 @@ class Selector:
             replayed = None if graphs is None else graphs.take(plan, CohortLogits(cohort, own, level), sampled)
             if replayed is not None:
                 selected.append(replayed)
+                has_replayed = True
                 continue
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
@@ -170,7 +173,7 @@ class Selector:
                 parents.append(taken.going.parents)
                 moving.append(cohort)
         if parents:
-            rows = plan.moving if graphs is None else MovingRows.of(moving)
+            rows = MovingRows.of(moving) if has_replayed else plan.moving
             moved = KVFork.of(rows.rows, plan.rows.num_tokens(rows.places), parents, self.rows.device)
             self.rows.fork(moved, plan.is_controlled)
         return selected

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -42,7 +42,7 @@ BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # that torch takes for one, at
 LOGITS_OF_BYTE = 8  # kernels take a byte for so many, at most
 UNIT = 16  # logits, in which kernels count where rows begin: so they know them to be aligned
 MOST_GRAPHS = 128  # that are kept, those that were needed last
-MOST_OWN_BYTES = 32 << 20  # of these graphs, for what they know of rows, and what they decide
+MOST_OWN_BYTES = 32 << 20  # of these graphs, for what they know of rows, what they decide, and constants they read
 MOST_SEEN = 512  # steps that came once, of which it is kept that they did
 MOST_STOPS = 64  # tokens: each step that is known to have come holds its own
 LIGHT_IN_TORCH = BestStrategy("hf"), BestStrategy("tridecode")
@@ -59,7 +59,7 @@ class SelectionGraph:
         tables: What it knows of rows.
         decided: [G, n] int32, the step, packed.
         copied: [R, V], logits, if they are copied for it.
-        used: What else lies in memory that it reads.
+        used: What else lies in memory that it reads, and other graphs may.
     """
 
     replay: Callable[[], None]
@@ -67,10 +67,6 @@ class SelectionGraph:
     decided: torch.Tensor
     copied: torch.Tensor | None
     used: list[torch.Tensor]
-
-    @property
-    def own_bytes(self) -> int:
-        return self.tables.num_bytes + self.decided.nbytes
 
 
 class SelectionGraphs:
@@ -85,7 +81,7 @@ class SelectionGraphs:
 
     def __init__(self, rows: Rows, dtype: torch.dtype, capture: SelectionGraphCapture, most_logits: int) -> None:
         self._rows, self._capture, self._most_logits = rows, capture, most_logits
-        # How often steps came that have no graph; here and below, what came last is at the end.
+        # How often steps came that had no graph; here and below, what came last is at the end.
         self._seen: dict[Key, int] = {}
         self._graphs: dict[Key, SelectionGraph] = {}
         # What graphs read and write, taken before vLLM measures the memory that is left.
@@ -97,14 +93,16 @@ class SelectionGraphs:
 
     def room(self) -> torch.Tensor:
         """As much memory as graphs may take of their own, [bytes] uint8."""
-        num_bytes = BYTES_OF_LOGIT * MOST_COPIED + self._most_logits // LOGITS_OF_BYTE + MOST_BYTES_BESIDE
+        num_bytes = BYTES_OF_LOGIT * MOST_COPIED + self._most_logits // LOGITS_OF_BYTE
+        num_bytes += MOST_BYTES_BESIDE + MOST_OWN_BYTES
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._rows.device)
 
-    def newest(self, num_rows: int, count: int) -> torch.Tensor:
-        """[num_rows, count] int64, for the newest tokens of the rows of a batch.
+    def begin_step(self, num_rows: int, count: int) -> torch.Tensor:
+        """Let the device go on once the host has what the last step left.
 
-        Of one each it is where it was in the last step. So what is on its way to the host of that one gets there before
-        the device goes on.
+        Returns:
+            [num_rows, count] int64, for the newest tokens of the rows of a batch. Of one each it is where it was in the
+            last step, and holds that step's until graphs write to it.
         """
         if count > 1:
             return torch.zeros(num_rows, count, dtype=torch.int64, device=self._rows.device)
@@ -122,7 +120,7 @@ class SelectionGraphs:
         Args:
             plan: Of the batch.
             step: Of one of its cohorts.
-            sampled: Receives the newest tokens; there are graphs for what `newest` has returned.
+            sampled: Receives the newest tokens; there are graphs for what `begin_step` has returned.
         """
         if sampled is not self._of_batch or not self._may_hold(step.cohort.rules):
             return None
@@ -143,9 +141,10 @@ class SelectionGraphs:
             with pinned_search_tensors() as constants:
                 graph = self._new(step, beams, sizes)
                 self._replay(graph, step, num_tokens)  # so that nothing is compiled or uploaded in the capture
-                graph.replay = self._capture(graph.replay)
+                with suppress(torch.OutOfMemoryError):  # the step is taken, whether or not a graph comes of it
+                    graph.replay = self._capture(graph.replay)
+                    self._graphs[key] = graph
             graph.used += constants
-            self._graphs[key] = graph
             while len(self._graphs) > MOST_GRAPHS or self._own_bytes() > MOST_OWN_BYTES:
                 del self._graphs[next(iter(self._graphs))]
         else:
@@ -153,8 +152,10 @@ class SelectionGraphs:
         return PackedStep(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
 
     def _own_bytes(self) -> int:
-        """Of all graphs but the newest one, where they know rows and write what they decide."""
-        return sum(graph.own_bytes for graph in [*self._graphs.values()][:-1])
+        """Of all graphs but the newest one."""
+        graphs = [*self._graphs.values()][:-1]
+        used = {tensor.data_ptr(): tensor.nbytes for graph in graphs for tensor in graph.used}
+        return sum(graph.tables.num_bytes + graph.decided.nbytes for graph in graphs) + sum(used.values())
 
     def hold(self, step: CohortLogits, sizes: KernelStepSizes) -> bool:
         """Whether graphs may hold such steps: whatever the host alone knows is no part of them, but lengths."""
@@ -201,12 +202,10 @@ class SelectionGraphs:
         num_logits = step.cohort.index.size * sizes.vocab_size
         is_by_kernels = select_by_kernels(step.cohort.rules, sizes) is not None
         num_bytes = num_logits // LOGITS_OF_BYTE if is_by_kernels else num_logits * BYTES_OF_LOGIT
-        # Where there is no memory, it is asked for again ever more rarely: each time waits for the driver.
+        # Ever more rarely, where there is no memory, or there are more kinds of steps than graphs that are kept: to ask
+        # for memory waits for the driver, and a capture takes as long as some steps.
         is_asked = count > 1 and count.bit_count() == 1
-        if not (is_asked and self._capture.has_room(num_bytes + MOST_BYTES_BESIDE)):
-            return False
-        del self._seen[key]
-        return True
+        return is_asked and self._capture.has_room(num_bytes + MOST_BYTES_BESIDE)
 
     def _new(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> SelectionGraph:
         """What is to be captured, which works on its own."""
@@ -293,11 +292,11 @@ class SelectionGraphCapture:
         with torch.cuda.stream(self._stream), _garbage_left_by_graphs():
             # `torch.cuda.graph` would wait for the device, and look for garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            self._first = self._first or graph
             try:
                 run()
             finally:
                 graph.capture_end()
+        self._first = self._first or graph
         return graph.replay
 
 
