@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -55,8 +56,8 @@ def write_kv(key: Any, value: Any, keys: torch.Tensor, values: torch.Tensor, slo
 
 
 @contextmanager
-def flash_attention_on_cpu(version: int = 3) -> Iterator[list[dict[str, Any]]]:
-    """Within it, engines on CPUs have this backend, as if FlashAttention were of this version.
+def flash_attention_on_cpu() -> Iterator[list[dict[str, Any]]]:
+    """Within it, engines on CPUs have this backend, as if there were FlashAttention 3.
 
     Yields:
         What FlashAttention is asked, call by call, also by replays.
@@ -70,7 +71,7 @@ def flash_attention_on_cpu(version: int = 3) -> Iterator[list[dict[str, Any]]]:
     replace = lambda: replace_attention_backend(AttentionBackendEnum.CPU_ATTN, SharedPrefixAttentionBackend)  # noqa: E731
     with ExitStack() as stack:
         for target, name, value in (
-            (flash_attn, "get_flash_attn_version", lambda **_: version),
+            (flash_attn, "get_flash_attn_version", lambda **_: 3),
             (flash_attn, "flash_attn_varlen_func", as_kernel(noted)),
             (flash_attn, "reshape_and_cache_flash", as_kernel(write_kv)),
             (flash_attn, "get_scheduler_metadata", as_kernel(get_scheduler_metadata)),
@@ -89,16 +90,18 @@ def full_graphs(engine: Engine, mode: CUDAGraphMode, sizes: list[int]) -> Iterat
     Piecewise ones are the model itself.
     """
     runner, config = engine.runner, engine.core.vllm_config
-    ((group,),), stock = runner.attn_groups, runner.cudagraph_manager
+    groups, stock = [*chain(*runner.attn_groups)], runner.cudagraph_manager
     of_graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
-    builders = group.metadata_builders
+    builders = [group.metadata_builders for group in groups]
     with ExitStack() as stack:
         stack.enter_context(recorded_graphs())
         stack.enter_context(patch.object(cudagraph_utils, "has_compiled_submodule", lambda _: True))
         for name, value in of_graphs.items():
             stack.enter_context(patch.object(config.compilation_config, name, value))
         with set_current_vllm_config(config):
-            group.create_metadata_builders(config, runner.device, runner.kernel_block_sizes[0])
+            for group in groups:
+                of_blocks = runner.kernel_block_sizes[group.kv_cache_group_id]
+                group.create_metadata_builders(config, runner.device, of_blocks)
         runner.cudagraph_manager = ModelCudaGraphManager(config, runner.device, mode, decode_query_len=1)
         capture_shared_step_graphs(runner)
         runner.cudagraph_manager.capture(
@@ -113,4 +116,6 @@ def full_graphs(engine: Engine, mode: CUDAGraphMode, sizes: list[int]) -> Iterat
         try:
             yield runner.cudagraph_manager
         finally:
-            runner.cudagraph_manager, group.metadata_builders = stock, builders
+            runner.cudagraph_manager = stock
+            for group, of_group in zip(groups, builders, strict=True):
+                group.metadata_builders = of_group

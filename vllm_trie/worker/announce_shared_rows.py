@@ -43,7 +43,9 @@ def runner_reads_shared_blocks_once(
     takes_any = any(
         any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing])) for number, builder in builders
     )
-    in_graphs = takes_any and all(builder.holds_in_graphs(len(sharing)) for _, builder in builders)
+    in_graphs = takes_any and all(
+        builder.holds_in_graphs(sum(counts[number] > 0 for _, counts in sharing)) for number, builder in builders
+    )
     return takes_any, SHARES_BLOCKS if in_graphs else None
 
 

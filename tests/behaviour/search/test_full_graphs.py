@@ -144,6 +144,30 @@ def test_shared_blocks_are_read_once_within_graphs(engine: Engine, asked: list[d
     num_layers = engine.core.vllm_config.model_config.hf_config.num_hidden_layers
     of_steps = asked[-2 * num_layers * graph.num_replays :]
     assert [options["causal"] for options in of_steps] == [False, True] * num_layers * graph.num_replays
+    most_splits = engine.core.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+    for options in of_steps:
+        assert options["scheduler_metadata"] is not None
+        assert options["num_splits"] == most_splits > 0
     assert prefix["seqused_k"].tolist() == [64, *[0] * (gpu_backend.SEQUENCES_IN_GRAPHS[3] - 1)]
     assert prefix["cu_seqlens_q"].tolist() == [0, 5, *[6] * (gpu_backend.SEQUENCES_IN_GRAPHS[3] - 1)]
     assert suffix["seqused_k"].tolist() == [len(LONG) + MOST_TOKENS - 1 - 64] * 5 + [len(SHORT) + MOST_TOKENS - 1, 0, 0]
+
+
+def test_layers_with_windows_beside_them_are_vllms(
+    asked: list[dict[str, Any]], random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same graphs; vLLM then makes no schedule, as windows differ."""
+    monkeypatch.setattr(gpu_backend, "LEAST_READ_AGAIN", 1)
+    engine = Engine(random_model("gemma2"), enable_prefix_caching=False)
+    plain = answers(engine, BATCHES["three groups"])
+    with full_graphs(engine, BOTH, SIZES) as manager:
+        found, (_, _, *steady) = replayed(manager, engine, BATCHES["three groups"])
+        assert found == plain
+        assert {(graph.cg_mode, graph.uniform_token_count) for graph in steady} == {(CUDAGraphMode.FULL, SHARES_BLOCKS)}
+    of_steps, in_two = asked[-6 * (MOST_TOKENS - 2) :], [(False, None), (True, None)]
+    calls = [(options["causal"], options.get("window_size")) for options in of_steps]
+    window = [engine.core.vllm_config.model_config.get_sliding_window() - 1, 0]
+    assert calls == [(True, window), *in_two] * (len(of_steps) // 3)
+    assert {(options["scheduler_metadata"], options["num_splits"]) for options in of_steps} == {(None, 32)}
+    engine.check_nothing_is_left()
+    engine.close()

@@ -44,6 +44,7 @@ def builder_of(
     splits: bool = True,
     length: int = 2048,
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS,
+    **others: Any,
 ) -> Any:
     """Of layers of this version of FlashAttention, in an engine of sequences of so many tokens."""
     builder = object.__new__(SharedPrefixAttentionBuilder)
@@ -59,8 +60,9 @@ def builder_of(
         "model_config": SimpleNamespace(max_model_len=length),
         "compilation_config": SimpleNamespace(cudagraph_mode=BOTH),
         "device": torch.device("cpu"),
+        "aot_schedule": version == 3,
     }
-    vars(builder).update(known)
+    vars(builder).update(known | others)
     return builder
 
 
@@ -75,7 +77,8 @@ def runner_of(
     manager = ModelCudaGraphManager(config, torch.device("cpu"), mode, decode_query_len=num_tokens)
     manager._graphs_captured = True
     groups = [SimpleNamespace(get_metadata_builder=lambda _, own=builder: own) for builder in builders]
-    of_runner = {"vllm_config": config, "max_num_reqs": config.scheduler_config.max_num_seqs, "dp_size": 1}
+    of_runner = {"vllm_config": config, "max_num_reqs": config.scheduler_config.max_num_seqs}
+    of_runner |= {"dp_size": 1, "use_pp": False}
     return SimpleNamespace(cudagraph_manager=manager, attn_groups=[[group] for group in groups], **of_runner)
 
 
@@ -179,6 +182,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({}, {"num_tokens": 3}, "rows of decoding steps may have several tokens"),
         ({}, {"lora_config": SimpleNamespace()}, "rows may have LoRA adapters"),
         ({}, {"dp_size": 2}, "ranks of data parallelism"),
+        ({}, {"use_pp": True}, "stages of a pipeline"),
+        ({"version": 4, "aot_schedule": True}, {}, "vLLM schedules for FlashAttention 3 what 4 computes"),
+        ({"length": 16}, {}, "it pays from 2049 rows on, and graphs have 512 at most"),
+        ({"length": 1 << 29}, {}, "it pays from 2 rows on, and graphs have 1 at most"),
     ],
     ids=str,
 )
@@ -186,8 +193,10 @@ def test_else_shared_steps_replay_piecewise_graphs_as_the_log_says(
     said: list[str], builder: dict[str, Any], runner: dict[str, Any], reason: str
 ) -> None:
     ours = builder_of(**builder)
-    made = runner_of(ours, **{key: value for key, value in runner.items() if key not in ("lora_config", "dp_size")})
-    made.vllm_config.lora_config, made.dp_size = runner.get("lora_config"), runner.get("dp_size", 1)
+    of_runner = {name: runner[name] for name in ("dp_size", "use_pp") if name in runner}
+    made = runner_of(ours, **{name: runner[name] for name in ("mode", "num_tokens") if name in runner})
+    made.vllm_config.lora_config = runner.get("lora_config")
+    vars(made).update(of_runner)
     before = repr((made.cudagraph_manager._candidates, made.cudagraph_manager._capture_descs))
     capture_shared_step_graphs(made)
     assert len(said) == 1
@@ -246,6 +255,7 @@ def test_runners_ask_for_them_where_all_layers_are_in_them() -> None:
     assert runner_reads_shared_blocks_once(runner, sharing) == (True, SHARES_BLOCKS)
     assert runner_reads_shared_blocks_once(runner, sharing * 127) == (True, SHARES_BLOCKS)
     assert runner_reads_shared_blocks_once(runner, sharing * 128) == (True, None)
+    assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])]) == (True, SHARES_BLOCKS)
     assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])]) == (False, None)
     assert runner_reads_shared_blocks_once(runner, []) == (False, None)
 

@@ -62,6 +62,9 @@ from vllm_trie.worker.kv.kv_caches import ByToken
 # By the major version of FlashAttention: sequences of the first call in a full CUDA graph. 3 and 4 find on the device
 # which of them have queries; 2 launches blocks for each, as if it had all queries of a step.
 SEQUENCES_IN_GRAPHS = {2: 16, 3: 256, 4: 256}
+# Blocks in the tables of all rows of a graph: as wide as the longest sequence that there may be, they are written and
+# read by every step.
+MOST_TABLE_ENTRIES = 1 << 25
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
 
@@ -155,7 +158,8 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         """See `SharesAttentionPrefixes`."""
         bytes_per_token = self._bytes_per_token
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
-        in_graph = self.graphs is not None and self.graphs.hold(sum(rows for rows, _ in sharing), len(sharing))
+        num_sharing = sum(num_shared > 0 for _, num_shared in sharing)
+        in_graph = self.graphs is not None and self.graphs.hold(sum(rows for rows, _ in sharing), num_sharing)
         pays_off = self.option == "on" or (
             self.splits and shared_attention_pays(again, self.layer_bytes, 0 if in_graph else self._host_us)
         )
@@ -179,10 +183,17 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         versions = {layer.vllm_flash_attn_version for layer in self._layers}
         if unknown := versions - SEQUENCES_IN_GRAPHS.keys():
             return f"FlashAttention {unknown.pop()} computes them"
+        if self.aot_schedule and versions != {3}:
+            return f"vLLM schedules for FlashAttention 3 what {min(versions - {3})} computes"
         # 2 lets numbers of queries differ from replay to replay where it is captured with more than one.
         if versions != {2} and self._cudagraph_support != AttentionCGSupport.ALWAYS:
             return f"this vLLM captures FlashAttention {max(versions)} for equal numbers of queries alone"
         return None
+
+    @property
+    def most_rows_in_graphs(self) -> int:
+        """Rows of the widest graph whose tables are not too large."""
+        return MOST_TABLE_ENTRIES // -(-self.model_config.max_model_len // self.block_size)
 
     @property
     def least_rows_to_share(self) -> int:
@@ -223,13 +234,8 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
     def _graphs_of(self, common: CommonAttentionMetadata, groups: Sequence[SharedRows]) -> PrefixSuffixGraphs | None:
         """Those that may be captured or replayed for a batch."""
         graphs = self.graphs
-        is_held = (
-            graphs is not None
-            and common.max_query_len == 1
-            and common.num_reqs in graphs.sizes
-            and graphs.hold(common.num_reqs, len(groups))
-        )
-        return graphs if is_held else None
+        is_held = graphs is not None and common.max_query_len == 1 and common.num_reqs in graphs.sizes
+        return graphs if is_held and self.holds_in_graphs(len(groups)) else None
 
     def _is_apart(self, group: SharedRows) -> bool:
         """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""

@@ -47,7 +47,12 @@ def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
         return
     sizes = sorted({min(size, runner.max_num_reqs) for size in manager.compilation_config.cudagraph_capture_sizes})
     least = min(builder.least_rows_to_share for builder in captured)
+    most = min(builder.most_rows_in_graphs for builder in captured)
+    sizes = [size for size in sizes if size <= most]
     if not (chosen := shared_step_sizes(sizes, least, plugin_config_of(runner.vllm_config).max_beam_width)):
+        logger.info_once(
+            IN_PIECES, f"it pays from {least} rows on, and graphs have {sizes[-1] if sizes else 0} at most"
+        )
         return
     most_groups = min(builder.capture_in_graphs(chosen) for builder in captured)
     manager.__class__, manager.builders = SharedStepGraphManager, captured
@@ -94,6 +99,8 @@ def _hindrance_of_full_graphs(runner: GPUModelRunner, builders: Sequence[SharedP
         return "rows may have LoRA adapters"
     if runner.dp_size > 1:
         return "ranks of data parallelism replay the same graphs"
+    if runner.use_pp:
+        return "stages of a pipeline hand on as many rows as the next one takes"
     return next((builder.graph_hindrance for builder in builders if builder.graph_hindrance is not None), None)
 
 
