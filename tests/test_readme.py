@@ -52,6 +52,7 @@ def test_an_offline_example_runs(
     assert capsys.readouterr().out.strip(), "it shows nothing"
 
 
+@pytest.mark.nightly
 def test_the_first_example_runs_compiled(tmp_path: Path) -> None:
     """On the toy, whose few layers compile soon, and in one process."""
     script = tmp_path / "example.py"

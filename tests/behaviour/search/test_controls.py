@@ -133,7 +133,7 @@ def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: 
     run(engines(TRAINED_TARGET), cases)
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("logprobs", [None, pytest.param(1, marks=pytest.mark.nightly)])
 def test_more_candidates_than_beams_may_stop_at_once(engines: Engines, logprobs: int | None) -> None:
     grid = itertools.product([1, 2, 5], GRID["semantics"], [1.0, 5.0])
     cases = [Case(b, s, "never" if s == "hf" else False, lp, stop=MANY_STRINGS, max_tokens=8) for b, s, lp in grid]

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.support.disturb import Clumsy
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
-from tests.support.modes import MODES, Mode
+from tests.support.modes import SWEEP, Mode
 from tests.support.pairs import Pair
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import MOST_TIES, Job, count_ties, run, trained_prompts
@@ -79,7 +79,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET, disable_log_stats=False)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, id=name) for name, mode in MODES.items()])
+@pytest.mark.parametrize("mode", SWEEP)
 def test_streams_are_what_is_found_without_also_when_preempted(
     mode: Mode, engines: Engines, random_pair: Callable[[str, float], Pair]
 ) -> None:

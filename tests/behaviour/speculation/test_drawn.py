@@ -61,7 +61,12 @@ def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
 
 
 @pytest.mark.parametrize(
-    "mode", [DRAWN, DRAWN | {"replacement": True} | WARPED, {"do_sample": True, "speculation": "off"} | WARPED]
+    "mode",
+    [
+        pytest.param(DRAWN, marks=pytest.mark.nightly),
+        DRAWN | {"replacement": True} | WARPED,
+        {"do_sample": True, "speculation": "off"} | WARPED,
+    ],
 )
 def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     prompts, mode = prompts[:2], mode | {"max_tokens": LENGTH // 2}

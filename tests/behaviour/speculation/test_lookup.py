@@ -25,6 +25,7 @@ from tests.support.pairs import (
     steps_per_forward,
 )
 from tests.support.running import answers, prompt_of, run, start_with, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.speculation.worker.draft import Drafter
 from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafter
@@ -40,7 +41,15 @@ def copies(count: int, length: int = 48) -> list[list[int]]:
     return [[*prompt, *prompt[1:], *prompt[1 : length // 2]] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("num_layers", "ngrams"), [(1, (1, 4)), (3, (1, 1)), (3, (3, 5)), (5, (1, 4))])
+@pytest.mark.parametrize(
+    ("num_layers", "ngrams"),
+    [
+        (1, (1, 4)),
+        pytest.param(3, (1, 1), marks=pytest.mark.nightly),
+        pytest.param(3, (3, 5), marks=pytest.mark.nightly),
+        (5, (1, 4)),
+    ],
+)
 def test_a_model_that_copies_finds_what_plain_steps_find(
     engines: Engines, copying_model: Path, num_layers: int, ngrams: tuple[int, int]
 ) -> None:
@@ -69,7 +78,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, cop
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 5
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gemma2"])
+@pytest.mark.parametrize("kind", sweep(["gqa", "gemma2"], "gqa"))
 def test_a_model_that_makes_everything_up_finds_what_plain_steps_find(
     engines: Engines, random_model: Callable[[str], Path], kind: str
 ) -> None:
