@@ -71,6 +71,10 @@ def test_names_are_listed_as_far_as_there_is_room() -> None:
     assert shortened_option_refusal("a" * MANY) != "a" * MANY
 
 
+def sequences_of_a_text() -> str:
+    return f"[{'[1],' * 9 * MANY}[1]]"
+
+
 HOSTILE: dict[str, Callable[[], Mapping[str, Any]]] = {  # made when they are tested: they are large
     "a near miss with a large value": lambda: {"beam_widht": "x" * MANY},
     "all options without a width": lambda: dict.fromkeys(OPTIONS.keys() - {"beam_width", "beam_widths"}, 1),
@@ -80,12 +84,12 @@ HOSTILE: dict[str, Callable[[], Mapping[str, Any]]] = {  # made when they are te
     "widths that are no integers": lambda: {"beam_widths": ["x" * MANY] * 9},
     "a text that would be a million sequences": lambda: {
         "beam_width": 2,
-        "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]",
+        "allowed_sequences": sequences_of_a_text(),
     },
     "a set in a search by steps": lambda: {
         "beam_width": 2,
         "unit": "step",
-        "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]",
+        "allowed_sequences": sequences_of_a_text(),
     },
     "phrases in a search by steps": lambda: {"beam_width": 2, "unit": "step", "phrase_boosts": "[" * MANY},
     "sequences that are no lists": lambda: {"beam_width": 2, "allowed_sequences": [1] * 100_000},

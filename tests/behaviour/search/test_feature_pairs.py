@@ -1,7 +1,7 @@
 """Any two of the things that a search may ask for: they work together or are refused in a sentence, and never go wrong.
 
-All pairs are tried at night, and some of each feature always, not a selection of larger sets: where three things are asked for at once, one refusal hides what
-becomes of the other pairs.
+All pairs are tried at night, and some of each feature always, not a selection of larger sets: where three things are
+asked for at once, one refusal hides what becomes of the other pairs.
 """
 
 from __future__ import annotations
