@@ -112,4 +112,4 @@ MODES = {
     "grammars": Mode("trained", {}, GRAMMATICAL),
     "memory": Mode("trained", ROOMY, each(SAMPLED[:2], memory_mode=True), LAYERS),
 }
-SWEEP = sweep(MODES, "async", "windows", "states", "strings", "exact", "sample", "grammars")
+SWEEP = sweep(MODES, "async", "states", "exact", "sample", "grammars")

@@ -34,7 +34,7 @@ OPTIONS = {"max_logprobs": 64}  # vLLM's own loop asks for 2b of them
 TEXTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
 
 
-@pytest.fixture(params=sweep(["trained", "gqa", "mha"], "trained", "gqa"))
+@pytest.fixture(params=sweep(["trained", "gqa", "mha"], "gqa"))
 def engine(request: pytest.FixtureRequest, engines: Engines, random_model: Callable[[str], Path]) -> Engine:
     return engines(
         TRAINED_TARGET if request.param == "trained" else with_tokenizer(random_model(request.param)), **OPTIONS

@@ -54,6 +54,7 @@ def test_beams_are_those_of_transformers(engine: Engine, real_model: Path, promp
     assert {hypothesis.finish_reason for output in outputs for hypothesis in output.outputs} == {"stop", "length"}
 
 
+@pytest.mark.nightly
 def test_forests_find_what_plain_steps_find(engine: Engine, prompts: list[list[int]]) -> None:
     plain = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS)) for prompt in prompts])
     for speculation in ("exact", "auto"):

@@ -77,7 +77,7 @@ MODES = {
 }
 
 
-@pytest.fixture(params=sweep(MODES, "async", "windows", "states", "exact", "off", "sample"))
+@pytest.fixture(params=sweep(MODES, "async", "windows", "states", "exact", "sample"))
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
@@ -186,6 +186,7 @@ def _with_what_a_forest_computed(patch: pytest.MonkeyPatch, engine: Engine) -> N
     patch.setattr(BeamKVCacheManager, "cache_row", cache)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "tamper"),
     [

@@ -81,6 +81,7 @@ def test_where_bans_leave_fewer_hypotheses_the_others_come_back_empty(
     run(engines(model), cases)
 
 
+@pytest.mark.nightly
 def test_without_histories_of_their_own_beams_are_penalised_wrongly(
     engines: Engines, model: Path, controlled: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

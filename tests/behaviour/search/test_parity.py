@@ -127,7 +127,7 @@ def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(usual: 
     assert with_eos >= len(OF_TRAINED) // 4, "EOS must really occur"
 
 
-@pytest.mark.parametrize("interval", [1, 1000])
+@pytest.mark.parametrize("interval", [1, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list, list], interval: int) -> None:
     engine = engines(TRAINED_TARGET)
     manager = engine.scheduler.kv_cache_manager
@@ -142,6 +142,7 @@ def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list,
         ]
 
 
+@pytest.mark.nightly
 def test_without_the_tail_copy_the_beams_are_wrong(
     engines: Engines, usual: tuple[list, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:

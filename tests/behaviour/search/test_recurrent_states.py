@@ -21,7 +21,7 @@ from vllm_trie.worker.kv import kv_moves
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_what_blocks_held_before_is_never_read(
     engines: Engines, random_model: Callable[[str], Path], caching: bool
 ) -> None:

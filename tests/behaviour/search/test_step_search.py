@@ -445,6 +445,7 @@ def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine, monkeypatch: p
     assert answers[0].outputs[0].token_ids == engine.generate(PROMPTS[1:2], asked)[0].outputs[0].token_ids
 
 
+@pytest.mark.nightly
 def test_short_of_memory_or_without_a_prefix_cache_it_finds_the_same(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

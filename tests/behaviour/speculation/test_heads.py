@@ -124,6 +124,7 @@ def alone(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> HeadAlone:
     return HeadAlone(narrow, load_head(load(TRAINED_TARGET), HEAD), monkeypatch)
 
 
+@pytest.mark.nightly
 def test_the_head_says_what_it_says_alone(narrow: Engine, alone: HeadAlone, monkeypatch: pytest.MonkeyPatch) -> None:
     grow_unseen_in_turn(monkeypatch)
     assert count_differing(*search(narrow, monkeypatch)) == 0
@@ -163,12 +164,8 @@ def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftHiddenStates, "keep", lambda *_: None)
 
 
-SPOILT = {
-    spoil.__name__: spoil for spoil in (leave_out_copies_of_blocks, leave_accepted_tokens_where_they_are, keep_none)
-}
-
-
-@pytest.mark.parametrize("spoil", sweep(SPOILT, "keep_none"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("spoil", [leave_out_copies_of_blocks, leave_accepted_tokens_where_they_are, keep_none])
 def test_where_hidden_states_do_not_follow_beams_it_says_something_else_and_the_search_finds_the_same(
     narrow: Engine,
     alone: HeadAlone,

@@ -47,7 +47,7 @@ def copies(count: int, length: int = 48) -> list[list[int]]:
         (1, (1, 4)),
         pytest.param(3, (1, 1), marks=pytest.mark.nightly),
         pytest.param(3, (3, 5), marks=pytest.mark.nightly),
-        (5, (1, 4)),
+        pytest.param(5, (1, 4), marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_that_copies_finds_what_plain_steps_find(
