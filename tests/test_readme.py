@@ -103,6 +103,7 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
             assert trace_parser().parse_args(arguments).page
 
 
+@pytest.mark.nightly
 def test_the_variables_of_the_readme_hold_folders(real_model: Path, real_draft: Path) -> None:
     (line,) = re.findall(r"^    export (.*)$", DOCUMENTS["README.md"], re.MULTILINE)
     commands = re.findall(r"(\w+)=\$\(python (.+?)\)", line)

@@ -70,7 +70,9 @@ def check_alike(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize(
     "kind", sweep(["gqa", "gemma2"], "gemma2")
 )  # of which one has its head alone, and one ties and caps it
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    "by_kernels", [pytest.param(False, id="torch"), pytest.param(True, id="kernels", marks=pytest.mark.nightly)]
+)
 def test_a_batch_of_all_kinds_of_requests_finds_what_all_logits_find(
     engines: Engines,
     random_model: Callable[[str], Path],

@@ -188,7 +188,7 @@ class Workload:
         ("gqa", "priority", "model", True),
         pytest.param("gemma2", "fcfs", "model", False, marks=pytest.mark.nightly),
         pytest.param("gemma2", "priority", "ngram", False, marks=pytest.mark.nightly),
-        ("gemma2", "fcfs", "ngram_gpu", True),
+        pytest.param("gemma2", "fcfs", "ngram_gpu", True, marks=pytest.mark.nightly),
         pytest.param("trained", "fcfs", None, True, marks=pytest.mark.nightly),
         pytest.param("granite4", "fcfs", None, True, marks=pytest.mark.nightly),
         ("falcon_h1", "priority", None, False),

@@ -89,7 +89,7 @@ def draft(random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         ("off", False),
         pytest.param("off", True, marks=pytest.mark.nightly),
         pytest.param("sample", False, marks=pytest.mark.nightly),
-        ("sample", True),
+        pytest.param("sample", True, marks=pytest.mark.nightly),
     ],
 )
 def test_two_drawn_beams_follow_the_distribution(

@@ -118,6 +118,7 @@ def test_groups_that_wait_or_start_anew_keep_their_penalties(
         check(case, output.outputs)
 
 
+@pytest.mark.nightly
 def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: Engines) -> None:
     texts = {"stop": [(), ("):\n",), ("self.", "f(x", "t(s"), ("\n", "e(", "return", ", ")]}
     texts |= {"include_stop_str_in_output": [False, True], "bad_words": [(), ("self",), ("self.__class__", "return")]}

@@ -86,6 +86,7 @@ def test_every_hypothesis_matches_or_was_cut_by_length(engine: Engine) -> None:
     assert num_cut > 25
 
 
+@pytest.mark.nightly
 def test_controls_stops_and_lengths_act_beside_a_grammar_as_in_a_plain_loop(engine: Engine) -> None:
     semantics, stops = ["hf", "tridecode"], [(), (COMMA,)]
     controls = ["none", *list(PENALTIES)[-2:], "bias", "hot", "all filters"]

@@ -42,7 +42,7 @@ def test_what_blocks_held_before_is_never_read(
     [
         pytest.param("granite4", False, marks=pytest.mark.nightly),
         ("granite4", True),
-        ("mamba2", False),
+        pytest.param("mamba2", False, marks=pytest.mark.nightly),
         pytest.param("qwen3_next", True, marks=pytest.mark.nightly),
     ],
 )

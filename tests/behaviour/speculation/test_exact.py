@@ -83,6 +83,7 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
     assert compared > len(asked)
 
 
+@pytest.mark.nightly
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     prompts = trained_prompts([2 * BLOCK_SIZE] * 40)
@@ -103,6 +104,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 
 
+@pytest.mark.nightly
 def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_head_finds_what_plain_steps_find(engines: Engines, num_layers: int) -
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 3
 
 
+@pytest.mark.nightly
 def test_a_head_that_knows_nothing_finds_the_same(engines: Engines, tmp_path: Path) -> None:
     save(untrained(load(TRAINED_TARGET)), tmp_path / "head")
     engine = with_head(engines, LAYERS, tmp_path / "head")
@@ -75,6 +76,7 @@ def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None
     assert steps > 18
 
 
+@pytest.mark.nightly
 def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ SCARCE: dict[str, tuple[dict[str, int], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("scarce", sweep([*SCARCE], "blocks", "both"))
+@pytest.mark.parametrize("scarce", sweep([*SCARCE], "blocks"))
 def test_scarcity_makes_speculation_less_and_changes_no_answer(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,9 +270,8 @@ def test_an_engine_that_measures_its_memory_runs_the_draft_model(engines: Engine
     assert count_differing([found], [expected]) == 0
 
 
-@pytest.mark.parametrize(
-    ("width", "draft_width", "most"), [(4, 16, 2.0), pytest.param(8, 16, 1.8, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("width", "draft_width", "most"), [(4, 16, 2.0), (8, 16, 1.8)])
 def test_a_forest_lives_within_the_means_of_its_group(
     engines: Engines, width: int, draft_width: int, most: float
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_model_that_copies_finds_what_plain_steps_find(
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
 
+@pytest.mark.nightly
 def test_what_is_copied_takes_fewer_forwards(engines: Engines, copying_model: Path) -> None:
     engine = engines(copying_model, **looking_up(4), max_num_seqs=128)
     asked = [(p, {"beam_width": w, "max_tokens": 2 * BLOCK_SIZE}) for w in WIDTHS for p in copies(3)]
@@ -143,6 +144,7 @@ def _nothing_of(look_up: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_search_that_is_preempted_again_and_again_finds_the_same(engine: Engine) -> None:
     prompts = [[*prompt_of(20, seed), *prompt_of(20, seed)] for seed in range(3)]
     asked: list[Asked] = [(p, {"beam_width": w, "max_tokens": 40}) for w, p in zip((1, 4, 6), prompts, strict=True)]

@@ -153,6 +153,7 @@ def test_the_host_need_not_know_in_which_rows_the_tokens_of_trees_lie(which: lis
     check(batch, window=window)
 
 
+@pytest.mark.nightly
 def test_nor_need_these_share_anything() -> None:
     batch = all_kinds(16)
     batch.forget_rows(DEVICE, [1, 2])
