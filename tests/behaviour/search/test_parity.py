@@ -60,7 +60,7 @@ class Case:
 
 GRID = [WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING, EOS_OCCURS, PROMPT_LENGTHS]
 CASES = [Case(*values) for values in AllPairs(GRID)]  # every pair of values at least once
-MORE_CASES = random.Random(0).sample([Case(*values) for values in itertools.product(*GRID)], 25)
+MORE_CASES = CASES + random.Random(0).sample([Case(*values) for values in itertools.product(*GRID)], 25)
 OF_TRAINED = CASES[::2]
 PROMPTS = trained_prompts([case.prompt_length for case in OF_TRAINED])
 
