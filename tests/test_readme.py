@@ -52,6 +52,7 @@ def test_an_offline_example_runs(
     assert capsys.readouterr().out.strip(), "it shows nothing"
 
 
+@pytest.mark.nightly
 def test_the_first_example_runs_compiled(tmp_path: Path) -> None:
     """On the toy, whose few layers compile soon, and in one process."""
     script = tmp_path / "example.py"
@@ -102,6 +103,7 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
             assert trace_parser().parse_args(arguments).page
 
 
+@pytest.mark.nightly
 def test_the_variables_of_the_readme_hold_folders(real_model: Path, real_draft: Path) -> None:
     (line,) = re.findall(r"^    export (.*)$", DOCUMENTS["README.md"], re.MULTILINE)
     commands = re.findall(r"(\w+)=\$\(python (.+?)\)", line)

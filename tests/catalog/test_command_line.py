@@ -40,6 +40,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return capsys.readouterr().err.strip().splitlines()[-1], ended.value.code or 0
 
 
+@pytest.mark.nightly
 def test_the_documents_commands_work_in_their_order(tmp_path: Path) -> None:
     (example,) = re.findall(r"^    \[12, .*?\n\n", DOCUMENT, re.DOTALL | re.MULTILINE)
     (tmp_path / "items.jsonl").write_text(re.sub("^    ", "", example.rstrip("\n"), flags=re.MULTILINE))

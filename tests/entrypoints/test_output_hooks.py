@@ -71,6 +71,7 @@ def test_a_step_asks_hooks_that_wait_for_something_alone(engine: Any) -> None:
     assert step(lambda self: ["output"], engine) == ["output", "more"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_front_end_loads_none_of_it() -> None:
     names = [f"vllm_trie.{name}" for name in OUTSIDE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
@@ -35,21 +35,21 @@ class _Unwritten:
         raise AssertionError("all of it was written down")
 
 
-LARGE: dict[str, Any] = {
-    "a text": "a" * MANY,
-    "a list": ["a" * MANY] * MANY,
-    "lists in lists": [[[[[["a" * MANY] * 9] * 9] * 9] * 9] * 9] * 9,
-    "a mapping": dict.fromkeys(map(str, range(MANY)), "b" * MANY),
-    "a number": 1 << MANY,
-    "a long number": 10**200,
-    "an array": np.ones(MANY),
-    "what writes itself": _Unwritten(),
+LARGE: dict[str, Callable[[], Any]] = {
+    "a text": lambda: "a" * MANY,
+    "a list": lambda: ["a" * MANY] * MANY,
+    "lists in lists": lambda: [[[[[["a" * MANY] * 9] * 9] * 9] * 9] * 9] * 9,
+    "a mapping": lambda: dict.fromkeys(map(str, range(MANY)), "b" * MANY),
+    "a number": lambda: 1 << MANY,
+    "a long number": lambda: 10**200,
+    "an array": lambda: np.ones(MANY),
+    "what writes itself": _Unwritten,
 }
 
 
-@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
-def test_a_value_is_shown_in_few_characters(value: Any) -> None:
-    assert 0 < len(shown_option(value)) <= MOST_SHOWN
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_a_value_is_shown_in_few_characters(make: Callable[[], Any]) -> None:
+    assert 0 < len(shown_option(make())) <= MOST_SHOWN
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, None, "tree", [2, 3], {"model": "draft"}, "a 'b'"])
@@ -71,30 +71,46 @@ def test_names_are_listed_as_far_as_there_is_room() -> None:
     assert shortened_option_refusal("a" * MANY) != "a" * MANY
 
 
-HOSTILE: dict[str, Mapping[str, Any]] = {
-    "a near miss with a large value": {"beam_widht": "x" * MANY},
-    "all options without a width": dict.fromkeys(OPTIONS.keys() - {"beam_width", "beam_widths"}, 1),
-    "too many keys": {"beam_width": 2, **dict.fromkeys(map(str, range(MOST_KEYS)), 1)},
-    "a million widths": {"beam_widths": [1] * MANY},
-    "a million widths beside another": {"beam_width": 2, "beam_widths": [1] * MANY},
-    "widths that are no integers": {"beam_widths": ["x" * MANY] * 9},
-    "a text that would be a million sequences": {"beam_width": 2, "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]"},
-    "a set in a search by steps": {"beam_width": 2, "unit": "step", "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]"},
-    "phrases in a search by steps": {"beam_width": 2, "unit": "step", "phrase_boosts": "[" * MANY},
-    "sequences that are no lists": {"beam_width": 2, "allowed_sequences": [1] * 100_000},
-    "a million sequences": {"beam_width": 2, "allowed_sequences": [[1]] * MANY},
-    "phrases that are none": {"beam_width": 2, "phrase_boosts": [1] * 1_000},
-    "phrases nested without end": {"beam_width": 2, "phrase_boosts": "[" * 200_000},
-    "a text of a megabyte for a contrast": {"beam_width": 2, "contrast": "{" * MANY},
-    "a mapping for a contrast": {"beam_width": 2, "contrast": dict.fromkeys(map(str, range(MANY)), 1)},
-    "delimiters of a megabyte": {"beam_width": 2, "unit": "step", "scorer": "a", "step_stop": ["x" * MANY]},
-    "options that do not go together": {"beam_widths": [3] * 4096, "allowed_sequences": [["x" * MANY]], "stop": "x"},
-    "widths of a thousand digits": {"beam_width": 10**1000, "min_width": 10**1001, "threshold": 0.5},
-} | {f"a large text for {name}": {"beam_width": 2, name: "x" * 40 * MANY} for name in OPTIONS}
+def sequences_of_a_text() -> str:
+    return f"[{'[1],' * 9 * MANY}[1]]"
 
 
-@pytest.mark.parametrize("extra_args", HOSTILE.values(), ids=HOSTILE)
-def test_a_refusal_is_one_sentence_of_at_most_500_characters(extra_args: Mapping[str, Any]) -> None:
+HOSTILE: dict[str, Callable[[], Mapping[str, Any]]] = {  # made when they are tested: they are large
+    "a near miss with a large value": lambda: {"beam_widht": "x" * MANY},
+    "all options without a width": lambda: dict.fromkeys(OPTIONS.keys() - {"beam_width", "beam_widths"}, 1),
+    "too many keys": lambda: {"beam_width": 2, **dict.fromkeys(map(str, range(MOST_KEYS)), 1)},
+    "a million widths": lambda: {"beam_widths": [1] * MANY},
+    "a million widths beside another": lambda: {"beam_width": 2, "beam_widths": [1] * MANY},
+    "widths that are no integers": lambda: {"beam_widths": ["x" * MANY] * 9},
+    "a text that would be a million sequences": lambda: {
+        "beam_width": 2,
+        "allowed_sequences": sequences_of_a_text(),
+    },
+    "a set in a search by steps": lambda: {
+        "beam_width": 2,
+        "unit": "step",
+        "allowed_sequences": sequences_of_a_text(),
+    },
+    "phrases in a search by steps": lambda: {"beam_width": 2, "unit": "step", "phrase_boosts": "[" * MANY},
+    "sequences that are no lists": lambda: {"beam_width": 2, "allowed_sequences": [1] * 100_000},
+    "a million sequences": lambda: {"beam_width": 2, "allowed_sequences": [[1]] * MANY},
+    "phrases that are none": lambda: {"beam_width": 2, "phrase_boosts": [1] * 1_000},
+    "phrases nested without end": lambda: {"beam_width": 2, "phrase_boosts": "[" * 200_000},
+    "a text of a megabyte for a contrast": lambda: {"beam_width": 2, "contrast": "{" * MANY},
+    "a mapping for a contrast": lambda: {"beam_width": 2, "contrast": dict.fromkeys(map(str, range(MANY)), 1)},
+    "delimiters of a megabyte": lambda: {"beam_width": 2, "unit": "step", "scorer": "a", "step_stop": ["x" * MANY]},
+    "options that do not go together": lambda: {
+        "beam_widths": [3] * 4096,
+        "allowed_sequences": [["x" * MANY]],
+        "stop": "x",
+    },
+    "widths of a thousand digits": lambda: {"beam_width": 10**1000, "min_width": 10**1001, "threshold": 0.5},
+} | {f"a large text for {name}": lambda name=name: {"beam_width": 2, name: "x" * 40 * MANY} for name in OPTIONS}
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_a_refusal_is_one_sentence_of_at_most_500_characters(make: Callable[[], Mapping[str, Any]]) -> None:
+    extra_args = make()
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         parse_options(extra_args)
     text = str(refusal.value)

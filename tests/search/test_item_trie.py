@@ -87,7 +87,7 @@ def searches(draw: Any) -> tuple[list[Sequence], ItemConstraint]:
     return (prefix_free(items) if num_items > 1 else items), rules
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(searches(), st.lists(st.integers(0, VOCAB - 3), max_size=9), st.booleans())
 def test_ways_and_states_are_those_of_the_definition(
     search: tuple[list[Sequence], ItemConstraint], choices: list[int], looks: bool
@@ -200,7 +200,7 @@ all_besides = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
 def test_steps_are_those_of_a_plain_loop(
     search: tuple[list[Sequence], ItemConstraint], width: int, seed: int, looks: bool, besides: Besides

@@ -13,6 +13,7 @@ from tests.support.grammars import structured
 from tests.support.options import DRAWN, OPTIONS, WITHOUT_TEXT
 from tests.support.pairs import NOISE, TRAINED, Pair, drafting
 from tests.support.running import Job, prompt_of, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 
 MAX_TOKENS = 12
@@ -111,3 +112,4 @@ MODES = {
     "grammars": Mode("trained", {}, GRAMMATICAL),
     "memory": Mode("trained", ROOMY, each(SAMPLED[:2], memory_mode=True), LAYERS),
 }
+SWEEP = sweep(MODES, "async", "states", "exact", "sample", "grammars")

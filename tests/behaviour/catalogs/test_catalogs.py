@@ -19,6 +19,7 @@ from tests.support.items import EOS, Item, along, random_items
 from tests.support.pairs import TRAINED, speculating, steps_per_forward
 from tests.support.reference import Answer, agree, engine_answers, load, transformers_beams, transformers_greedy
 from tests.support.running import MOST_TIES, count_ties, prompt_of, run, start_with, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import CatalogArrays
@@ -35,7 +36,7 @@ def model(random_model: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("kind", ["gqa", "mha", "trained"])
+@pytest.mark.parametrize("kind", sweep(["gqa", "mha", "trained"], "trained"))
 def test_items_with_eos_are_those_of_transformers(
     engines: Engines, random_model: Callable[[str], Path], tmp_path: Path, kind: str, early_stopping: bool | str
 ) -> None:

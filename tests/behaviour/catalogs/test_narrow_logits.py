@@ -14,6 +14,7 @@ from tests.golden import model as hashed
 from tests.support.engine import Engine, Engines
 from tests.support.items import random_items
 from tests.support.running import prompt_of
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import step
@@ -66,8 +67,12 @@ def check_alike(found: Found, expected: Found) -> None:
         assert [score for _, score in own] == pytest.approx([score for _, score in theirs], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gemma2"])  # of which one has its head alone, and one ties and caps it
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    "kind", sweep(["gqa", "gemma2"], "gemma2")
+)  # of which one has its head alone, and one ties and caps it
+@pytest.mark.parametrize(
+    "by_kernels", [pytest.param(False, id="torch"), pytest.param(True, id="kernels", marks=pytest.mark.nightly)]
+)
 def test_a_batch_of_all_kinds_of_requests_finds_what_all_logits_find(
     engines: Engines,
     random_model: Callable[[str], Path],

@@ -94,6 +94,7 @@ def test_an_abort_on_the_way_leaves_nothing(pipeline: ParallelEngine, model: Pat
     pipeline.check_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_two_stages_follow_grammars_as_one_rank(engines: Engines) -> None:
     prompts = trained_prompts([7, 31, 45, 20, 12, 60])
     asked = [
@@ -110,6 +111,7 @@ def test_two_stages_follow_grammars_as_one_rank(engines: Engines) -> None:
 
 
 @pytest.mark.skipif(why_not("qwen2_5_vl") is not None, reason=why_not("qwen2_5_vl") or "")
+@pytest.mark.nightly
 def test_two_stages_see_images_as_one_rank_does(engines: Engines, tmp_path: Path) -> None:
     model = make_model("qwen2_5_vl", tmp_path)
     limits: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
@@ -132,7 +134,7 @@ def test_two_stages_see_images_as_one_rank_does(engines: Engines, tmp_path: Path
     ("kind", "is_async"),
     [
         pytest.param("gemma2", False, id="layers with a window, and without"),
-        pytest.param("falcon_h1", True, id="layers with states and attention"),
+        pytest.param("falcon_h1", True, id="layers with states and attention", marks=pytest.mark.nightly),
     ],
 )
 def test_stages_find_what_transformers_finds_where_each_lets_rows_continue_others(

@@ -14,7 +14,7 @@ from tests.support.engine import TRAINED_TARGET, Engines
 from tests.support.parallel_engine import RANKS
 from vllm_trie import beam_params
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PROMPT = "def is_prime(number):"
 LEAVES_AFTER_SECONDS = 20

@@ -23,6 +23,7 @@ from tests.support.pairs import NOISE, Pair, drafting, looking_up, steps_per_for
 from tests.support.parallel_engine import RANKS, ParallelEngine
 from tests.support.ray_on_cpu import local_ray
 from tests.support.running import prompt_of, run, trained_prompts
+from tests.support.sweep import sweep
 from tests.support.traffic import MAX_BATCHED, MAX_TOKENS, check_same, copied, jobs
 from vllm_trie import beam_params
 
@@ -102,6 +103,7 @@ def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine, 
     assert len({*preempted}) > len(found_by_processes) // 2
 
 
+@pytest.mark.nightly
 def test_two_ranks_find_what_one_finds_where_rows_have_states(
     engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
@@ -148,7 +150,7 @@ def check_that_other_drafts_end(parallel: ParallelEngine, source: str, asked: li
         run(parallel, copied(asked))
 
 
-@pytest.mark.parametrize("drafts_by", ["a draft model", "a head"])
+@pytest.mark.parametrize("drafts_by", sweep(["a draft model", "a head"], "a draft model"))
 def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
     engines: Engines, random_pair: Callable[[str, float], Pair], drafts_by: str
 ) -> None:
@@ -187,6 +189,7 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
         parallel.close()
 
 
+@pytest.mark.nightly
 def test_two_ranks_look_up_alike_and_one_that_looks_elsewhere_ends_the_engine(
     engines: Engines, copying_model: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import CHOICES, GRAMMARS, structured
 from tests.support.reference import NEAR_TIE, SCORE_TOLERANCE
+from tests.support.sweep import sweep
 from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.entrypoints import llm as beam_search
 
@@ -33,7 +34,7 @@ OPTIONS = {"max_logprobs": 64}  # vLLM's own loop asks for 2b of them
 TEXTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
 
 
-@pytest.fixture(params=["trained", "gqa", "mha"])
+@pytest.fixture(params=sweep(["trained", "gqa", "mha"], "gqa"))
 def engine(request: pytest.FixtureRequest, engines: Engines, random_model: Callable[[str], Path]) -> Engine:
     return engines(
         TRAINED_TARGET if request.param == "trained" else with_tokenizer(random_model(request.param)), **OPTIONS
@@ -258,7 +259,7 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
     assert notes == [("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)]
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("name", sweep(GRAMMARS, "regex", "schema"))
 def test_beams_under_a_grammar_are_those_of_vllms_own_loop(trained: Engine, name: str) -> None:
     prompts, num_compared, num_tied = prompts_for(trained), 0, 0
     for width, length_penalty in ((1, 1.0), (3, 0.0), (6, 2.0)):

@@ -54,6 +54,7 @@ def test_beams_are_those_of_transformers(engine: Engine, real_model: Path, promp
     assert {hypothesis.finish_reason for output in outputs for hypothesis in output.outputs} == {"stop", "length"}
 
 
+@pytest.mark.nightly
 def test_forests_find_what_plain_steps_find(engine: Engine, prompts: list[list[int]]) -> None:
     plain = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS)) for prompt in prompts])
     for speculation in ("exact", "auto"):
@@ -67,11 +68,13 @@ def test_forests_find_what_plain_steps_find(engine: Engine, prompts: list[list[i
             assert counts.steps_per_forward > 1, "its draft model was trained for that"
 
 
+@pytest.mark.nightly
 def test_one_beam_gets_far_with_drafts(engine: Engine, prompts: list[list[int]]) -> None:
     jobs = [(prompt, beam_params(1, max_tokens=FEWER_TOKENS, speculation="exact", draft_width=4)) for prompt in prompts]
     assert total_counts(run(engine, jobs)).steps_per_forward > LEAST_STEPS_OF_ONE_BEAM
 
 
+@pytest.mark.nightly
 def test_drawn_beams_follow_their_seed_with_drafts_too(engine: Engine, prompts: list[list[int]]) -> None:
     drawn = {"max_tokens": FEWER_TOKENS, "do_sample": True, "temperature": 0.7, "speculation": "sample"}
     first, again = (run(engine, [(prompts[0], search(**drawn, seed=5))])[0] for _ in range(2))
@@ -93,6 +96,7 @@ def test_every_hypothesis_under_a_schema_fits_it(engine: Engine) -> None:
     assert people[0] == {"name": "Anna", "age": 34, "city": "Lyon"}
 
 
+@pytest.mark.nightly
 def test_preempted_searches_find_the_same(engine: Engine, prompts: list[list[int]]) -> None:
     jobs = [(prompt, search(max_tokens=12)) for prompt in prompts[:3]]
     quiet, clumsy = run(engine, jobs), Clumsy(engine)
@@ -101,6 +105,7 @@ def test_preempted_searches_find_the_same(engine: Engine, prompts: list[list[int
     assert count_ties(outputs, quiet) == 0
 
 
+@pytest.mark.nightly
 def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     engine: Engine, engines: Engines, real_model: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +124,7 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     assert count_ties(outputs, roomy) == 0
 
 
+@pytest.mark.nightly
 def test_n_grams_find_what_plain_steps_find(engines: Engines, real_model: Path, prompts: list[list[int]]) -> None:
     engine = engines(real_model, **looking_up(NUM_LAYERS))
     repeating = [prompt + prompt[len(prompt) // 2 :] for prompt in prompts]

@@ -42,6 +42,7 @@ def test_the_example_of_the_readme_runs(server: Server, capsys: pytest.CaptureFi
     assert "Paris" in lines[0]
 
 
+@pytest.mark.nightly
 def test_served_beams_are_those_of_transformers(server: Server, real_model: Path, prompts: list[list[int]]) -> None:
     prompts = prompts[:3]
     answers_of_all = transformers_beams_of_all(real_model, prompts, WIDTH, WIDTH, TOKENS, eos_token_id=EOS)

@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import cProfile
+import pstats
+from collections.abc import Callable
+from typing import Any
 
-from tests.support.engine import ROOT, TRAINED_TARGET
+import pytest
+from vllm import SamplingParams
+
+from tests.golden.run import Unwatched
+from tests.support.engine import TRAINED_TARGET, Engine, Engines
+from vllm_trie import beam_params
+
+pytestmark = pytest.mark.slow
 
 FEW, MANY = 20, 52  # tokens: what comes with each of the steps in between is one step
 
-COUNT = f"""
-import cProfile, json, os, pstats
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-from vllm import LLM, SamplingParams
-from vllm_trie import beam_params
-engine = dict(max_model_len=128, kv_cache_memory_bytes=1 << 26, enforce_eager=True, async_scheduling=True)
-engine["additional_config"] = {{"trie_beam": {{}}}}
-llm = LLM({str(TRAINED_TARGET)!r}, **engine)
-kinds = {{"ordinary": lambda **all: SamplingParams(n=4, **all), "beams": lambda **all: beam_params(4, n=4, **all)}}
-def calls(kind, tokens):
-    def run():
-        params = kinds[kind](max_tokens=tokens, ignore_eos=True, detokenize=False)
-        llm.generate([{{"prompt_token_ids": [*range(5, 25)]}}], params, use_tqdm=False)
-    run()
+
+def calls(engine: Engine, make_params: Callable[..., SamplingParams], num_tokens: int) -> dict[tuple[str, str], int]:
+    """How often each function of ours is called, by its file and name."""
+    params = make_params(n=4, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    engine.generate([[*range(5, 25)]], params)
     profile = cProfile.Profile()
-    profile.runcall(run)
+    profile.runcall(engine.generate, [[*range(5, 25)]], params)
     entries = pstats.Stats(profile).stats.items()
-    return {{(file.split("/vllm_trie/")[1], name): of[1] for (file, _, name), of in entries if "/vllm_trie/" in file}}
-found = {{}}
-for kind in kinds:
-    few, many = calls(kind, {FEW}), calls(kind, {MANY})
-    more = {{key: count - few.get(key, 0) for key, count in many.items()}}
-    often = {{key: count for key, count in more.items() if count > {MANY - FEW - 3}}}
-    found[kind] = len({{file for file, _ in often}}), len(often), sum(often.values()) / {MANY - FEW}
-print(json.dumps(found))
-"""
+    return {(file.split("/vllm_trie/")[1], name): of[1] for (file, _, name), of in entries if "/vllm_trie/" in file}
 
 
-def test_a_step_without_beams_meets_few_functions_and_one_with_beams_few_files() -> None:
-    result = subprocess.run([sys.executable, "-c", COUNT], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
-    num_files, num_functions, num_calls = found["ordinary"]
-    assert 0 < num_files <= 7  # one of them for attention, which calls it once in each layer
-    assert num_functions <= 15
-    assert num_calls <= 30
-    num_files, num_functions, num_calls = found["beams"]
-    assert 10 < num_files <= 33
-    assert num_functions <= 137
-    assert num_calls < 185
+def calls_of_a_step(engine: Engine, make_params: Callable[..., SamplingParams]) -> tuple[int, int, float]:
+    """Of files, of functions and in all, where a function is called in each step."""
+    few, many = (calls(engine, make_params, count) for count in (FEW, MANY))
+    more = {key: count - few.get(key, 0) for key, count in many.items()}
+    often = {key: count for key, count in more.items() if count > MANY - FEW - 3}
+    return len({file for file, _ in often}), len(often), sum(often.values()) / (MANY - FEW)
+
+
+def test_a_step_without_beams_meets_few_functions_and_one_with_beams_few_files(engines: Engines) -> None:
+    engines.close()
+    limits: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 26, "async_scheduling": True}
+    engine = Unwatched(TRAINED_TARGET, additional_config={"trie_beam": {}}, **limits)
+    try:
+        num_files, num_functions, num_calls = calls_of_a_step(engine, SamplingParams)
+        assert 0 < num_files <= 7  # one of them for attention, which calls it once in each layer
+        assert num_functions <= 15
+        assert num_calls <= 30
+        num_files, num_functions, num_calls = calls_of_a_step(engine, lambda **all_: beam_params(4, **all_))
+        assert 10 < num_files <= 33
+        assert num_functions <= 137
+        assert num_calls < 185
+    finally:
+        engine.close()

@@ -12,6 +12,7 @@ from tests.support.engine import Engine, Engines
 from tests.support.modes import (
     MODES,
     PLAIN,
+    SWEEP,
     Mode,
 )
 from tests.support.pairs import Pair
@@ -23,7 +24,7 @@ from tests.support.trained_pair import own_sum
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=MODES.values(), ids=MODES)
+@pytest.fixture(scope="module", params=SWEEP)
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 

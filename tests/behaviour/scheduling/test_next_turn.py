@@ -16,6 +16,7 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.options import DRAWN, ITEMS
 from tests.support.pairs import NOISE, Pair, drafting, looking_up
 from tests.support.running import BYTES_PER_BLOCK, MOST_TIES, Job, count_ties, prompt_of, run
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 
@@ -76,7 +77,7 @@ MODES = {
 }
 
 
-@pytest.fixture(params=MODES.values(), ids=MODES)
+@pytest.fixture(params=sweep(MODES, "async", "windows", "states", "exact", "sample"))
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
@@ -185,6 +186,7 @@ def _with_what_a_forest_computed(patch: pytest.MonkeyPatch, engine: Engine) -> N
     patch.setattr(BeamKVCacheManager, "cache_row", cache)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "tamper"),
     [

@@ -48,7 +48,9 @@ def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
     assert computed[after + 1 : after + 4] == [prefix, suffixes, 6]
 
 
-@pytest.mark.parametrize(("policy", "caching"), [("fcfs", True), ("priority", False)])
+@pytest.mark.parametrize(
+    ("policy", "caching"), [pytest.param("fcfs", True, marks=pytest.mark.nightly), ("priority", False)]
+)
 def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     engines: Engines,
     random_model: Callable[[str], Path],

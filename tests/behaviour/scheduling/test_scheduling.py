@@ -113,7 +113,7 @@ def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
         assert agree(engine_answers(finished[str(width)], 1.0), theirs)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_prefix_caching_changes_no_answer_and_holds_true_history_only(
     engines: Engines, model: Path, caching: bool
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_group_that_cannot_grow_alone_ends_with_an_error_and_the_engine_goes_o
     assert agree(engine_answers(fine, 1.0), theirs)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_group_that_starves_by_itself_takes_no_other_with_it(engines: Engines, model: Path, is_async: bool) -> None:
     """By priority, another one may be before it in the queue, and have room as soon as it is gone."""
     engine = engines(model, num_gpu_blocks_override=25, scheduling_policy="priority", async_scheduling=is_async)

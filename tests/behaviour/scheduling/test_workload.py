@@ -182,15 +182,15 @@ class Workload:
 @pytest.mark.parametrize(
     ("kind", "policy", "drafts", "is_async"),
     [
-        ("gqa", "fcfs", None, True),
-        ("gqa", "priority", None, False),
-        ("gemma2", "fcfs", None, True),
+        pytest.param("gqa", "fcfs", None, True, marks=pytest.mark.nightly),
+        pytest.param("gqa", "priority", None, False, marks=pytest.mark.nightly),
+        pytest.param("gemma2", "fcfs", None, True, marks=pytest.mark.nightly),
         ("gqa", "priority", "model", True),
-        ("gemma2", "fcfs", "model", False),
-        ("gemma2", "priority", "ngram", False),
-        ("gemma2", "fcfs", "ngram_gpu", True),
-        ("trained", "fcfs", None, True),
-        ("granite4", "fcfs", None, True),
+        pytest.param("gemma2", "fcfs", "model", False, marks=pytest.mark.nightly),
+        pytest.param("gemma2", "priority", "ngram", False, marks=pytest.mark.nightly),
+        pytest.param("gemma2", "fcfs", "ngram_gpu", True, marks=pytest.mark.nightly),
+        pytest.param("trained", "fcfs", None, True, marks=pytest.mark.nightly),
+        pytest.param("granite4", "fcfs", None, True, marks=pytest.mark.nightly),
         ("falcon_h1", "priority", None, False),
     ],
 )

@@ -83,8 +83,15 @@ def draft(random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return make_draft(random_model("toy"), tmp_path_factory.mktemp("draft"), 0.3, seed=1)
 
 
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("speculation", ["off", "sample"])
+@pytest.mark.parametrize(
+    ("speculation", "replacement"),
+    [
+        ("off", False),
+        pytest.param("off", True, marks=pytest.mark.nightly),
+        pytest.param("sample", False, marks=pytest.mark.nightly),
+        pytest.param("sample", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_two_drawn_beams_follow_the_distribution(
     engines: Engines, random_model: Callable[[str], Path], draft: Path, speculation: str, replacement: bool
 ) -> None:

@@ -81,6 +81,7 @@ def test_where_bans_leave_fewer_hypotheses_the_others_come_back_empty(
     run(engines(model), cases)
 
 
+@pytest.mark.nightly
 def test_without_histories_of_their_own_beams_are_penalised_wrongly(
     engines: Engines, model: Path, controlled: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_groups_that_wait_or_start_anew_keep_their_penalties(
         check(case, output.outputs)
 
 
+@pytest.mark.nightly
 def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: Engines) -> None:
     texts = {"stop": [(), ("):\n",), ("self.", "f(x", "t(s"), ("\n", "e(", "return", ", ")]}
     texts |= {"include_stop_str_in_output": [False, True], "bad_words": [(), ("self",), ("self.__class__", "return")]}
@@ -133,7 +135,7 @@ def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: 
     run(engines(TRAINED_TARGET), cases)
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("logprobs", [None, pytest.param(1, marks=pytest.mark.nightly)])
 def test_more_candidates_than_beams_may_stop_at_once(engines: Engines, logprobs: int | None) -> None:
     grid = itertools.product([1, 2, 5], GRID["semantics"], [1.0, 5.0])
     cases = [Case(b, s, "never" if s == "hf" else False, lp, stop=MANY_STRINGS, max_tokens=8) for b, s, lp in grid]

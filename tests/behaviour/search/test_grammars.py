@@ -16,6 +16,7 @@ from tests.support.grammars import EOS, GRAMMARS, MATCHES, may_come, structured
 from tests.support.pairs import TRAINED, drafting
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.running import answers, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.compat.sources import minor_vllm_version
 from vllm_trie.engine import grammar
@@ -28,7 +29,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("name", sweep(GRAMMARS, "regex", "grammar", "choice"))
 def test_beams_are_those_of_transformers_with_the_same_masks(engine: Engine, name: str) -> None:
     prompts, max_tokens, compared = trained_prompts([9, 40, 31]), 16, 0
     for width in (3, 8):
@@ -71,7 +72,7 @@ def test_every_hypothesis_matches_or_was_cut_by_length(engine: Engine) -> None:
         for name in GRAMMARS
         for longest in [lengths.get(name, 12)]
         for more in ({}, {"semantics": "vllm"}, {"semantics": "tridecode"}, {"do_sample": True, "seed": 3})
-        for prompt in trained_prompts([5, 17, 30, 44])
+        for prompt in trained_prompts([5, 30])
     ]
     names, prompts, params = zip(*jobs, strict=True)
     for name, output in zip(names, engine.generate([*prompts], [*params]), strict=True):
@@ -81,10 +82,11 @@ def test_every_hypothesis_matches_or_was_cut_by_length(engine: Engine) -> None:
             elif hypothesis.stop_reason != "no further hypothesis":
                 assert MATCHES[name](hypothesis.text), (name, hypothesis)
                 num_matches += 1
-    assert num_matches > 300
-    assert num_cut > 50
+    assert num_matches > 150
+    assert num_cut > 25
 
 
+@pytest.mark.nightly
 def test_controls_stops_and_lengths_act_beside_a_grammar_as_in_a_plain_loop(engine: Engine) -> None:
     semantics, stops = ["hf", "tridecode"], [(), (COMMA,)]
     controls = ["none", *list(PENALTIES)[-2:], "bias", "hot", "all filters"]

@@ -16,13 +16,14 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.images import KINDS, TEXTS, image, make_model, prompts, run, transformers_answers, why_not
 from tests.support.models import COMMON
 from tests.support.reference import agree, engine_answers
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import llm_beam_search
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=sweep([*KINDS], "llava", "qwen3_vl"))
 def kind(request: pytest.FixtureRequest) -> str:
     if reason := why_not(request.param):
         pytest.skip(reason)

@@ -73,6 +73,7 @@ def test_a_random_model_finds_the_beams_of_transformers(engines: Engines, random
     check(engines(random_model("gqa")), random_model("gqa"), asked())
 
 
+@pytest.mark.nightly
 def test_the_trained_model_finds_the_beams_of_transformers(engines: Engines) -> None:
     prompts = trained_prompts([1, 20, BLOCK_SIZE, 70, 90, 100])
     sizes, widths = [1, 2, 2, 3, 4, 3], [4, 2, 5, 3, 4, 8]
@@ -159,6 +160,7 @@ def test_speculation_by_a_draft_model_finds_what_plain_steps_find(
     assert max(map(steps_per_forward, outputs)) > 2
 
 
+@pytest.mark.nightly
 def test_speculation_by_ngrams_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = engines(TRAINED[0], **looking_up(3), max_num_seqs=128)
     asked = [

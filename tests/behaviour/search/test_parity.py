@@ -61,7 +61,8 @@ class Case:
 GRID = [WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING, EOS_OCCURS, PROMPT_LENGTHS]
 CASES = [Case(*values) for values in AllPairs(GRID)]  # every pair of values at least once
 MORE_CASES = CASES + random.Random(0).sample([Case(*values) for values in itertools.product(*GRID)], 25)
-PROMPTS = trained_prompts([case.prompt_length for case in CASES])
+OF_TRAINED = CASES[::2]
+PROMPTS = trained_prompts([case.prompt_length for case in OF_TRAINED])
 
 
 def run_cases(engine, cases: list[Case], prompts: list[list[int]]) -> tuple[list, list]:
@@ -96,7 +97,14 @@ def check_cases(
     return in_full, with_eos
 
 
-@pytest.mark.parametrize(("kind", "cases"), [("gqa", MORE_CASES), ("mha", CASES)], ids=["gqa", "mha"])
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [
+        pytest.param("gqa", CASES, id="gqa"),
+        pytest.param("gqa", MORE_CASES, id="gqa, more", marks=pytest.mark.nightly),
+        pytest.param("mha", CASES, id="mha", marks=pytest.mark.nightly),
+    ],
+)
 def test_random_model_finds_the_beams_of_transformers(
     engines: Engines, random_model: Callable, kind: str, cases: list[Case]
 ) -> None:
@@ -110,23 +118,22 @@ def test_random_model_finds_the_beams_of_transformers(
 @pytest.fixture(scope="module")
 def usual(_engines: Engines) -> tuple[list, list]:
     """What the trained model finds when nothing is changed, for beams and beside them."""
-    return run_cases(_engines(TRAINED_TARGET), CASES, PROMPTS)
+    return run_cases(_engines(TRAINED_TARGET), OF_TRAINED, PROMPTS)
 
 
 def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(usual: tuple[list, list]) -> None:
-    every_other = [fields[::2] for fields in (CASES, PROMPTS, *usual)]
-    in_full, with_eos = check_cases(TRAINED_TARGET, *every_other)
-    assert in_full == len(every_other[0])
-    assert with_eos >= len(every_other[0]) // 4, "EOS must really occur"
+    in_full, with_eos = check_cases(TRAINED_TARGET, OF_TRAINED, PROMPTS, *usual)
+    assert in_full == len(OF_TRAINED)
+    assert with_eos >= len(OF_TRAINED) // 4, "EOS must really occur"
 
 
-@pytest.mark.parametrize("interval", [1, 1000])
+@pytest.mark.parametrize("interval", [1, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list, list], interval: int) -> None:
     engine = engines(TRAINED_TARGET)
     manager = engine.scheduler.kv_cache_manager
     before, manager.reclaim_interval = manager.reclaim_interval, interval
     try:
-        other, _ = run_cases(engine, CASES, PROMPTS)
+        other, _ = run_cases(engine, OF_TRAINED, PROMPTS)
     finally:
         manager.reclaim_interval = before
     for a, b in zip(usual[0], other, strict=True):
@@ -135,15 +142,16 @@ def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list,
         ]
 
 
+@pytest.mark.nightly
 def test_without_the_tail_copy_the_beams_are_wrong(
     engines: Engines, usual: tuple[list, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_trie.worker.kv.kv_caches.KVCaches.copy_blocks", lambda *_: None)
-    wrong, _ = run_cases(engines(TRAINED_TARGET), CASES, PROMPTS)
+    wrong, _ = run_cases(engines(TRAINED_TARGET), OF_TRAINED, PROMPTS)
     differing = [
         case
-        for case, a, b in zip(CASES, usual[0], wrong, strict=True)
+        for case, a, b in zip(OF_TRAINED, usual[0], wrong, strict=True)
         if [o.token_ids for o in a.outputs] != [o.token_ids for o in b.outputs]
     ]
-    assert len(differing) > len(CASES) // 4
+    assert len(differing) > len(OF_TRAINED) // 4
     assert all(case.width > 1 for case in differing)

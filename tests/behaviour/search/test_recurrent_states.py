@@ -21,7 +21,7 @@ from vllm_trie.worker.kv import kv_moves
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_what_blocks_held_before_is_never_read(
     engines: Engines, random_model: Callable[[str], Path], caching: bool
 ) -> None:
@@ -38,7 +38,13 @@ def test_what_blocks_held_before_is_never_read(
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_async"), [("granite4", False), ("granite4", True), ("mamba2", False), ("qwen3_next", True)]
+    ("kind", "is_async"),
+    [
+        pytest.param("granite4", False, marks=pytest.mark.nightly),
+        ("granite4", True),
+        pytest.param("mamba2", False, marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", True, marks=pytest.mark.nightly),
+    ],
 )
 def test_searches_that_go_on_from_cached_states_find_what_they_find_without(
     engines: Engines,

@@ -16,6 +16,7 @@ from tests.support.disturb import preempt_all
 from tests.support.engine import Engine, Engines
 from tests.support.pairs import NOISE, TRAINED, count_differing, drafting
 from tests.support.running import MOST_TIES, Job, prompt_of, run, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.worker.attention import check_attention, compiled, cpu_backend
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixAttentionImpl, SharedPrefixAttentionMetadata
@@ -23,6 +24,8 @@ from vllm_trie.worker.attention.shared_rows import SharedAttentionTokens
 from vllm_trie.worker.runner import BeamModelRunner
 
 pytestmark = pytest.mark.slow
+
+KINDS = ("gqa", "mha", "opt", "mistral", "gemma2", "gemma2_uncapped", "mixtral", "gpt_oss")
 
 
 def option(value: str) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def compare(found: Sequence[Any], expected: Sequence[Any]) -> None:
     assert count_differing(found, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mha", "opt", "mistral", "gemma2", "gemma2_uncapped", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", sweep(KINDS, "gqa", "gemma2", "gpt_oss"))
 def test_searches_among_ordinary_requests_find_the_same(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

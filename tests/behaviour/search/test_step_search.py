@@ -55,6 +55,12 @@ def params(**options: Any) -> SamplingParams:
     return beam_params(**SEARCH | given | options)
 
 
+@pytest.fixture(scope="module")
+def found_by_loop(_engines: Engines) -> list[list[Found]]:
+    """What it finds for each of `PROMPTS`."""
+    return [reference(_engines(TRAINED_TARGET, max_num_seqs=16), prompt) for prompt in PROMPTS]
+
+
 def reference(engine: Engine, prompt: list[int], **options: Any) -> list[Found]:
     """What a plain loop finds, by vLLM's own requests, one at a time."""
     decode = partial(
@@ -98,9 +104,9 @@ def found(output: Any) -> list[Found]:
     return [Found(o.text, tuple(o.token_ids), score, o.finish_reason) for o, score in outputs]
 
 
-def test_it_finds_what_a_loop_of_single_requests_finds(engine: Engine) -> None:
+def test_it_finds_what_a_loop_of_single_requests_finds(engine: Engine, found_by_loop: list[list[Found]]) -> None:
     outputs = engine.generate(PROMPTS, params())
-    assert [found(output) for output in outputs] == [reference(engine, prompt) for prompt in PROMPTS]
+    assert [found(output) for output in outputs] == found_by_loop
     assert (
         max(len(scores) for output in outputs for scores in output.kv_transfer_params["trie_beam"]["step_scores"]) > 1
     )
@@ -232,7 +238,7 @@ def test_a_scorer_that_fails_ends_its_search_and_no_other(engine: Engine, answer
     assert len(greedy.outputs[0].token_ids) == 5
 
 
-def test_a_scorer_may_ask_the_engine_that_it_scores_for(engine: Engine) -> None:
+def test_a_scorer_may_ask_the_engine_that_it_scores_for(engine: Engine, found_by_loop: list[list[Found]]) -> None:
     """It holds the engine, which cannot be copied. Nothing else may be under way: `generate` returns all answers."""
 
     class Asking:
@@ -248,7 +254,7 @@ def test_a_scorer_may_ask_the_engine_that_it_scores_for(engine: Engine) -> None:
 
     asking = Asking()
     (output,) = engine.generate(PROMPTS[:1], params(scorer=asking))
-    assert found(output) == reference(engine, PROMPTS[0])
+    assert found(output) == found_by_loop[0]
     assert asking.num_answers > SEARCH["beam_width"] * SEARCH["candidates"] / 2
 
 
@@ -341,7 +347,7 @@ def test_a_search_ends_where_the_context_does(engine: Engine) -> None:
 
 
 def test_candidates_go_on_with_the_blocks_of_what_they_continue(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, found_by_loop: list[list[Found]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the newest token of each is computed already, wherever in a block it ends."""
     cached = list[tuple[int, int]]()
@@ -359,7 +365,7 @@ def test_candidates_go_on_with_the_blocks_of_what_they_continue(
     assert set(later) == {1}
     assert len(forks) - forks.count(None) == len(later)
     monkeypatch.undo()
-    assert [found(output) for output in outputs] == [reference(engine, prompt) for prompt in PROMPTS]
+    assert [found(output) for output in outputs] == found_by_loop
 
 
 def test_a_scorer_sees_what_would_come_next_and_hypotheses_keep_their_own_steps(engine: Engine) -> None:
@@ -368,7 +374,13 @@ def test_a_scorer_sees_what_would_come_next_and_hypotheses_keep_their_own_steps(
     assert found(output) != found(engine.generate(PROMPTS[:1], params(seed=12))[0])
 
 
-@pytest.mark.parametrize("options", [{"order": "best", "allot": "rebase"}, {"order": "mcts", "lookahead": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"order": "best", "allot": "rebase"}, marks=pytest.mark.nightly),
+        {"order": "mcts", "lookahead": 3},
+    ],
+)
 def test_what_is_returned_to_is_the_same_held_or_computed_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -439,6 +451,7 @@ def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine, monkeypatch: p
     assert answers[0].outputs[0].token_ids == engine.generate(PROMPTS[1:2], asked)[0].outputs[0].token_ids
 
 
+@pytest.mark.nightly
 def test_short_of_memory_or_without_a_prefix_cache_it_finds_the_same(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def drawn(engine: Engine, **options: Any) -> list[list[Sequence]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("is_async", "temperature"), [(False, 1.0), (True, 2.0)])
 def test_hypotheses_are_drawn_one_after_the_other_without_replacement(
     engines: Engines, random_model: Callable[[str], Path], is_async: bool, temperature: float

@@ -17,6 +17,7 @@ from tests.support.modes import MODES, Mode
 from tests.support.pairs import Pair
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import MOST_TIES, Job, count_ties, run, trained_prompts
+from tests.support.sweep import sweep
 from tests.support.traces import check_trace
 from tests.support.trained_pair import own_sum
 from vllm_trie import beam_params
@@ -79,7 +80,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET, disable_log_stats=False)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, id=name) for name, mode in MODES.items()])
+@pytest.mark.parametrize("mode", sweep(MODES, "async", "exact", "grammars"))
 def test_streams_are_what_is_found_without_also_when_preempted(
     mode: Mode, engines: Engines, random_pair: Callable[[str, float], Pair]
 ) -> None:

@@ -23,6 +23,7 @@ def test_beams_are_the_loops_and_disturb_nobody(engines: Engines, random_model: 
     run(engines(random_model("gqa")), cases)
 
 
+@pytest.mark.nightly
 def test_stop_strings_of_the_trained_model_are_the_loops(engines: Engines) -> None:
     strings = [(), ("):\n",), ("self.", "f(x", "t(s"), ("\n", "e(", "return", ", ")]
     tokens = {"stop_token_ids": [(), (COMMA, DOT)], "ignore_eos": [False, True]}

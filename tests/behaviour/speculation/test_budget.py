@@ -10,34 +10,34 @@ import pytest
 from tests.support.engine import Engines
 from tests.support.pairs import NOISE, Pair, speculating
 from tests.support.running import prompt_of, run
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.engine.speculation import Growing
 
 pytestmark = pytest.mark.slow
 
-LEAST: list[tuple[dict[str, Any], int]] = [  # what is asked for, and the fewest tokens of use to it
-    ({"beam_width": 1}, 1),
-    ({"beam_width": 2}, 1),
-    ({"beam_width": 2, "prune_relative": 1e-9}, 2),
-    ({"beam_width": 2, "semantics": "vllm"}, 2),
-    ({"beam_width": 2, "semantics": "tridecode"}, 1),
-    ({"beam_width": 1, "speculation": "sample", "seed": 1}, 1),
-    ({"beam_width": 3, "speculation": "sample", "seed": 1}, 3),
-    ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 3),
-]
+LEAST: dict[str, tuple[dict[str, Any], int]] = {  # what is asked for, and the fewest tokens of use to it
+    "one beam": ({"beam_width": 1}, 1),
+    "beams": ({"beam_width": 2}, 1),
+    "pruned": ({"beam_width": 2, "prune_relative": 1e-9}, 2),
+    "vllm": ({"beam_width": 2, "semantics": "vllm"}, 2),
+    "tridecode": ({"beam_width": 2, "semantics": "tridecode"}, 1),
+    "one is drawn": ({"beam_width": 1, "speculation": "sample", "seed": 1}, 1),
+    "drawn": ({"beam_width": 3, "speculation": "sample", "seed": 1}, 3),
+    "memory": ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 3),
+}
 
 
-@pytest.mark.parametrize(("options", "tokens"), LEAST)
+@pytest.mark.parametrize("least", sweep(LEAST, "beams", "pruned", "drawn"))
 def test_the_least_of_use_is_given_and_nothing_less(
     engines: Engines,
     random_pair: Callable[[str, float], Pair],
-    options: dict,
-    tokens: int,
+    least: tuple[dict[str, Any], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), 4)
-    share_out = engine.scheduler._budgets.share_out
-    options = {"speculation": "exact", "max_tokens": 40, "ignore_eos": True} | options
+    share_out, (own, tokens) = engine.scheduler._budgets.share_out, least
+    options = {"speculation": "exact", "max_tokens": 40, "ignore_eos": True} | own
     jobs = [(prompt_of(length), beam_params(**options)) for length in (20, 21)]
 
     def searched(spare_tokens: int) -> tuple[int, int]:

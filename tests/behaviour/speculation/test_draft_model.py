@@ -59,6 +59,7 @@ def test_without_catching_up_it_says_something_else_and_the_search_finds_the_sam
     assert alone.num_wrong > alone.num_compared // 10
 
 
+@pytest.mark.nightly
 def test_where_nodes_see_the_trees_of_their_siblings_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_where_nodes_see_the_trees_of_their_siblings_it_says_something_else(
     assert alone.num_wrong > 0
 
 
+@pytest.mark.nightly
 def test_where_accepted_tokens_are_left_where_they_are_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,7 @@ def test_where_accepted_tokens_are_left_where_they_are_it_says_something_else(
     assert alone.num_wrong > 0
 
 
+@pytest.mark.nightly
 def test_without_any_copies_of_tail_blocks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_replacement_lets_the_same_beam_be_drawn_twice(engine: Engine, prompts: 
         assert tokens(search(engine, prompts[:1], top_k=1, replacement=True, **mode)) == [[once[0]] * WIDTH]
 
 
+@pytest.mark.nightly
 def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +62,12 @@ def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
 
 
 @pytest.mark.parametrize(
-    "mode", [DRAWN, DRAWN | {"replacement": True} | WARPED, {"do_sample": True, "speculation": "off"} | WARPED]
+    "mode",
+    [
+        pytest.param(DRAWN, marks=pytest.mark.nightly),
+        DRAWN | {"replacement": True} | WARPED,
+        {"do_sample": True, "speculation": "off"} | WARPED,
+    ],
 )
 def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     prompts, mode = prompts[:2], mode | {"max_tokens": LENGTH // 2}

@@ -48,7 +48,7 @@ def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int
     return commits
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_layers", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3, 4)), 5])
 def test_a_random_pair_finds_what_plain_steps_find(
     engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int
 ) -> None:
@@ -83,6 +83,7 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
     assert compared > len(asked)
 
 
+@pytest.mark.nightly
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     prompts = trained_prompts([2 * BLOCK_SIZE] * 40)
@@ -90,18 +91,20 @@ def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
 
 
-def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("width", "draft_width"), [pytest.param(1, 3, marks=pytest.mark.nightly), (4, 12)])
+def test_whatever_acts_on_a_search_acts_on_each_step_of_it(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, width: int, draft_width: int
+) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     grow_unseen_in_turn(monkeypatch)
-    asked = []
-    for width, draft_width in ((1, 3), (4, 12)):
-        prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
-        widths = {"beam_width": width, "draft_width": draft_width}
-        asked += [(p, {"max_tokens": 24, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
+    prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
+    widths = {"beam_width": width, "draft_width": draft_width}
+    asked = [(p, {"max_tokens": 24, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 
 
+@pytest.mark.nightly
 def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +155,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines, monkeypatch: pyt
     assert [o.outputs[0].token_ids for o in outputs[len(kinds) :]] == [o.outputs[0].token_ids for o in alone]
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     commits = watch_accepted_paths(monkeypatch)

@@ -17,6 +17,7 @@ from tests.support.head_alone import HeadAlone, with_head
 from tests.support.pairs import BESIDE, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
 from tests.support.reference import SCORE_TOLERANCE, load
 from tests.support.running import prompt_of, run, trained_prompts
+from tests.support.sweep import sweep
 from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
 from tests.support.trained_pair import search as draw
 from tests.support.unseen import grow_unseen_in_turn
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 LAYERS = 3
 PROMPTS = trained_prompts([2 * BLOCK_SIZE] * 40)
+DRAWN_MODES = {"drawn": DRAWN, "warped": DRAWN | WARPED, "one": DRAWN | {"memory_mode": True}}
 
 
 @pytest.fixture
@@ -42,13 +44,14 @@ def test_an_engine_runs_the_head_when_it_measures_its_memory(engines: Engines, m
     assert with_head(engines, 1, max_num_seqs=128).runner.speculation.takes_trees
 
 
-@pytest.mark.parametrize("num_layers", [1, 4])
+@pytest.mark.parametrize("num_layers", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_head_finds_what_plain_steps_find(engines: Engines, num_layers: int) -> None:
     engine = with_head(engines, num_layers, max_num_seqs=128)
     outputs = check_exact(engine, grid(PROMPTS, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 3
 
 
+@pytest.mark.nightly
 def test_a_head_that_knows_nothing_finds_the_same(engines: Engines, tmp_path: Path) -> None:
     save(untrained(load(TRAINED_TARGET)), tmp_path / "head")
     engine = with_head(engines, LAYERS, tmp_path / "head")
@@ -59,6 +62,7 @@ def test_a_head_that_knows_nothing_finds_the_same(engines: Engines, tmp_path: Pa
     check_exact(engine, asked, beside=BESIDE)
 
 
+@pytest.mark.nightly
 def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None:
     steps = 0
 
@@ -72,6 +76,7 @@ def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None
     assert steps > 18
 
 
+@pytest.mark.nightly
 def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +103,7 @@ def test_hidden_states_take_their_memory_from_the_kv_cache(engine: Engine) -> No
     assert num_bytes <= KV_CACHE_BYTES < num_bytes / num_blocks * (num_blocks + 1)
 
 
-@pytest.mark.parametrize("mode", [DRAWN, DRAWN | WARPED, DRAWN | {"memory_mode": True}], ids=["drawn", "warped", "one"])
+@pytest.mark.parametrize("mode", sweep(DRAWN_MODES, "warped", "one"))
 def test_what_is_drawn_follows_its_seed_and_is_the_targets_own(engine: Engine, mode: dict[str, Any]) -> None:
     prompts = trained_prompts([32] * 2)
     outputs, again, others = (draw(engine, prompts, **mode | {"seed": seed}) for seed in (5, 5, 6))
@@ -121,6 +126,7 @@ def alone(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> HeadAlone:
     return HeadAlone(narrow, load_head(load(TRAINED_TARGET), HEAD), monkeypatch)
 
 
+@pytest.mark.nightly
 def test_the_head_says_what_it_says_alone(narrow: Engine, alone: HeadAlone, monkeypatch: pytest.MonkeyPatch) -> None:
     grow_unseen_in_turn(monkeypatch)
     assert count_differing(*search(narrow, monkeypatch)) == 0
@@ -160,6 +166,7 @@ def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftHiddenStates, "keep", lambda *_: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spoil", [leave_out_copies_of_blocks, leave_accepted_tokens_where_they_are, keep_none])
 def test_where_hidden_states_do_not_follow_beams_it_says_something_else_and_the_search_finds_the_same(
     narrow: Engine,

@@ -25,6 +25,7 @@ from tests.support.pairs import (
     steps_per_forward,
 )
 from tests.support.running import BYTES_PER_BLOCK, prompt_of, run, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.compat.sources import minor_vllm_version
 from vllm_trie.messages import SpeculationBudget, group_step_messages
@@ -101,7 +102,7 @@ SCARCE: dict[str, tuple[dict[str, int], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("scarce", SCARCE)
+@pytest.mark.parametrize("scarce", sweep([*SCARCE], "blocks"))
 def test_scarcity_makes_speculation_less_and_changes_no_answer(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +117,7 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
     assert must_happen <= watch.happened()
 
 
-@pytest.mark.parametrize("scarce", ["both", "blocks"])
+@pytest.mark.parametrize("scarce", sweep([*SCARCE], "blocks"))
 def test_drawn_searches_are_given_a_whole_layer_or_nothing(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +270,7 @@ def test_an_engine_that_measures_its_memory_runs_the_draft_model(engines: Engine
     assert count_differing([found], [expected]) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("width", "draft_width", "most"), [(4, 16, 2.0), (8, 16, 1.8)])
 def test_a_forest_lives_within_the_means_of_its_group(
     engines: Engines, width: int, draft_width: int, most: float

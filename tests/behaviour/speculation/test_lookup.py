@@ -25,6 +25,7 @@ from tests.support.pairs import (
     steps_per_forward,
 )
 from tests.support.running import answers, prompt_of, run, start_with, trained_prompts
+from tests.support.sweep import sweep
 from vllm_trie import beam_params
 from vllm_trie.speculation.worker.draft import Drafter
 from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafter
@@ -40,7 +41,15 @@ def copies(count: int, length: int = 48) -> list[list[int]]:
     return [[*prompt, *prompt[1:], *prompt[1 : length // 2]] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("num_layers", "ngrams"), [(1, (1, 4)), (3, (1, 1)), (3, (3, 5)), (5, (1, 4))])
+@pytest.mark.parametrize(
+    ("num_layers", "ngrams"),
+    [
+        (1, (1, 4)),
+        pytest.param(3, (1, 1), marks=pytest.mark.nightly),
+        pytest.param(3, (3, 5), marks=pytest.mark.nightly),
+        pytest.param(5, (1, 4), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_model_that_copies_finds_what_plain_steps_find(
     engines: Engines, copying_model: Path, num_layers: int, ngrams: tuple[int, int]
 ) -> None:
@@ -50,6 +59,7 @@ def test_a_model_that_copies_finds_what_plain_steps_find(
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
 
+@pytest.mark.nightly
 def test_what_is_copied_takes_fewer_forwards(engines: Engines, copying_model: Path) -> None:
     engine = engines(copying_model, **looking_up(4), max_num_seqs=128)
     asked = [(p, {"beam_width": w, "max_tokens": 2 * BLOCK_SIZE}) for w in WIDTHS for p in copies(3)]
@@ -69,7 +79,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, cop
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 5
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gemma2"])
+@pytest.mark.parametrize("kind", sweep(["gqa", "gemma2"], "gqa"))
 def test_a_model_that_makes_everything_up_finds_what_plain_steps_find(
     engines: Engines, random_model: Callable[[str], Path], kind: str
 ) -> None:
@@ -134,6 +144,7 @@ def _nothing_of(look_up: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_search_that_is_preempted_again_and_again_finds_the_same(engine: Engine) -> None:
     prompts = [[*prompt_of(20, seed), *prompt_of(20, seed)] for seed in range(3)]
     asked: list[Asked] = [(p, {"beam_width": w, "max_tokens": 40}) for w, p in zip((1, 4, 6), prompts, strict=True)]

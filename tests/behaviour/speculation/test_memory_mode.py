@@ -41,6 +41,7 @@ def keeping_one(engine: Engine, prompts: list[list[int]], **options: Any) -> lis
     return run(engine, [(prompt, beam_params(WIDTH, **fields)) for prompt in prompts])
 
 
+@pytest.mark.nightly
 def test_memory_mode_ends_hypotheses_as_any_search_does(engine: Engine, prompts: list[list[int]]) -> None:
     tokenizer, stop = engine.llm.get_tokenizer(), "\n"  # which all code comes to
     newline = tokenizer.encode("\n")[-1]

@@ -11,6 +11,7 @@ from tests.support.engine import Engines
 from tests.support.grammars import structured
 from tests.support.items import random_items
 from tests.support.pairs import TRAINED
+from tests.support.sweep import sweep
 from tests.support.trained_pair import held_out, search, tokens, trained_pair
 from vllm_trie.worker.attention import tree_layers
 
@@ -43,7 +44,7 @@ def test_a_search_that_asks_to_speculate_finds_what_it_finds_without(engines: En
 
 
 @pytest.mark.parametrize("drafts", [{"method": "draft_model", "model": str(TRAINED[1])}, {"method": "ngram"}])
-@pytest.mark.parametrize("speculation", ["exact", "auto"])
+@pytest.mark.parametrize("speculation", sweep(["exact", "auto"], "exact"))
 def test_where_attention_takes_no_trees_steps_are_plain_and_no_budget_is_given_again(
     engines: Engines, drafts: dict[str, Any], speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

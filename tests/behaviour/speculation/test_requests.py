@@ -177,6 +177,7 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
 # Beside an engine that has no draft model.
 
 
+@pytest.mark.nightly
 def test_an_engine_without_drafts_finds_and_draws_the_same(
     engine: Engine, engines: Engines, prompts: list[list[int]]
 ) -> None:

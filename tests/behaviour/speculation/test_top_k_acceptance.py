@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 BY_RANK = DRAWN | {"accept": "top_k"}
 
 
+@pytest.mark.nightly
 def test_more_drafts_are_accepted_and_outputs_say_that_they_are_inexact(
     engine: Engine, prompts: list[list[int]]
 ) -> None:

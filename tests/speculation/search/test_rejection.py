@@ -49,6 +49,7 @@ def test_renormalising_over_valid_parents_is_wrong(replacement: bool) -> None:
     assert distance(distribution, drawn_pair_distribution(p, replacement)) > 0.15
 
 
+@pytest.mark.nightly
 def test_the_ratio_printed_upside_down_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = DraftRejectionResidual.chance
     monkeypatch.setattr(DraftRejectionResidual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
@@ -57,12 +58,14 @@ def test_the_ratio_printed_upside_down_is_wrong(monkeypatch: pytest.MonkeyPatch)
     assert distance(wrong.sum(axis=1), np.zeros(NUM_TOKENS)) > 0.4
 
 
+@pytest.mark.nightly
 def test_going_on_with_the_residual_after_an_acceptance_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftRejectionResidual, "accept", lambda self, cells, drawn: None)
     p, q = random_pair(0, (1, NUM_TOKENS))
     assert distance(pair_distribution(p, q, NUM_DRAFTS, True), drawn_pair_distribution(p, True)) > 0.05
 
 
+@pytest.mark.nightly
 def test_verifying_the_likeliest_draft_first_is_wrong() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
     distribution = pair_distribution(
@@ -71,6 +74,7 @@ def test_verifying_the_likeliest_draft_first_is_wrong() -> None:
     assert distance(distribution, drawn_pair_distribution(p, True)) > 0.25
 
 
+@pytest.mark.nightly
 def test_drafts_without_replacement_are_wrong_where_they_are_verified_as_with_it() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
     distribution = pair_distribution(p, q, NUM_DRAFTS, True, drawn_with_replacement=False)
@@ -78,6 +82,7 @@ def test_drafts_without_replacement_are_wrong_where_they_are_verified_as_with_it
     assert distance(distribution, drawn_pair_distribution(p, False)) > 0.05
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", ["residual", "target"])
 def test_filling_a_layer_from_one_distribution_alone_is_wrong(source: str) -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))

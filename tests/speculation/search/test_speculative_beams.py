@@ -209,6 +209,7 @@ def test_iterations_have_the_law_of_beam_sampling(replacement: bool) -> None:
     assert max(deviations(counts, exact_law(models[0], replacement))) < 3
 
 
+@pytest.mark.nightly
 @BOTH_LAWS
 def test_renormalising_over_valid_parents_changes_the_law(replacement: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def renormalised(p: torch.Tensor, q: torch.Tensor, *args: Any) -> AcceptedLayer:

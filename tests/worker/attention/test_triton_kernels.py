@@ -137,15 +137,23 @@ def test_the_host_need_not_know_trees_nor_how_long_rows_are(window: int | None, 
     attend_and_compare(batch, longer, torch.float32, 1e-5, heads_first=True, window=window)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 60])
-@pytest.mark.parametrize("which", [(1,), (1, 2)], ids=["some", "all"])
-def test_the_host_need_not_know_in_which_rows_the_tokens_of_trees_lie(window: int | None, which: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("which", "window"),
+    [
+        ((1,), 9),
+        ((1, 2), None),
+        *(pytest.param((1,), window, marks=pytest.mark.nightly) for window in (None, 1, 60)),
+        *(pytest.param((1, 2), window, marks=pytest.mark.nightly) for window in (1, 9, 60)),
+    ],
+)
+def test_the_host_need_not_know_in_which_rows_the_tokens_of_trees_lie(which: list[int], window: int | None) -> None:
     batch = all_kinds(16)
     batch.forget_rows(DEVICE, which)
     assert len(batch.shared.unseen) == len(which)
     check(batch, window=window)
 
 
+@pytest.mark.nightly
 def test_nor_need_these_share_anything() -> None:
     batch = all_kinds(16)
     batch.forget_rows(DEVICE, [1, 2])

@@ -29,7 +29,7 @@ def test_an_example_of_a_client_runs(server: Server, example: Example, capsys: p
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[:2])
+@pytest.mark.parametrize("prompt", [PROMPTS[0], pytest.param(PROMPTS[1], marks=pytest.mark.nightly)])
 def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Server, prompt: str) -> None:
     for n, length_penalty, ignore_eos, with_eos in [
         (1, 1.0, False, False),

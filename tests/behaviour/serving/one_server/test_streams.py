@@ -26,10 +26,10 @@ ONE_ANSWER = pytest.mark.parametrize(
     "options",
     [
         beams(2),
-        beams(4, length_penalty=0, early_stopping="never"),
+        pytest.param(beams(4, length_penalty=0, early_stopping="never"), marks=pytest.mark.nightly),
         beams(3, do_sample=1) | {"seed": 5},
         {"use_beam_search": True},
-        {"use_beam_search": True, **beams(3)},
+        pytest.param({"use_beam_search": True, **beams(3)}, marks=pytest.mark.nightly),
         {"use_beam_search": True, "include_stop_str_in_output": True, **beams(2)},
     ],
     ids=lambda options: "-".join(map(str, options)),
