@@ -123,6 +123,7 @@ assert {name.split(".")[-1] for name in ours} == {
     )
 
 
+@pytest.mark.nightly
 def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
     succeed(CONFIGURE + STOCK + "assert ours == [], ours", plugins="lora_hf_hub_resolver")
 
@@ -161,6 +162,7 @@ assert loaded({OF_GPUS}) and not loaded({OF_CPUS}), loaded({OF_CPUS})
 """)
 
 
+@pytest.mark.nightly
 def test_a_server_is_wrapped_whatever_was_made_before_it_in_its_process() -> None:
     succeed(f"""
 import pkgutil

@@ -11,6 +11,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
+from tests.support.sweep import sweep
 from tests.support.taken_again import TakenAgain, copies_made
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
@@ -39,7 +40,7 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[type[TakeStep]]:
     return taken
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gemma2"])
+@pytest.mark.parametrize("kind", sweep(["gqa", "gemma2"], "gqa"))
 def test_search_through_kernels_finds_the_beams_of_transformers(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

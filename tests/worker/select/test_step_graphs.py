@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from benchmarks.device_step import DeviceStep, Shape, Sizes, rules_of
 from benchmarks.gpu_steps import kernels_on
+from tests.support.sweep import sweep
 from tests.support.taken_again import TakenAgain
 from vllm_trie.search import token_tables
 from vllm_trie.search.beams import SearchBeams
@@ -121,21 +122,21 @@ def check(step: DeviceStep, without: DeviceStep) -> None:
     assert not torch.equal(found[1][0], found[2][0])
 
 
-@pytest.mark.parametrize("search", HELD)
+@pytest.mark.parametrize("search", sweep(HELD, "controlled", "in 2 groups of beams"))
 def test_graphs_decide_what_the_step_decides(search: str) -> None:
     step, captures = step_with_graphs(Shape(search, 4, 2, 1))
     check(step, without_graphs(Shape(search, 4, 2, 1)))
     assert captures.count == 1
 
 
-@pytest.mark.parametrize("search", ["plain", "along a catalog"])
+@pytest.mark.parametrize("search", sweep(["plain", "along a catalog"], "plain"))
 def test_so_they_do_of_rows_that_are_not_aligned(search: str) -> None:
     step, captures = step_with_graphs(Shape(search, 4), ODD_SIZES)
     check(step, without_graphs(Shape(search, 4), ODD_SIZES))
     assert captures.count == 1
 
 
-@pytest.mark.parametrize("changed", OTHERS)
+@pytest.mark.parametrize("changed", sweep([*OTHERS], "by the rules of vLLM", "pruned"))
 def test_so_they_do_by_all_other_rules(changed: str) -> None:
     (step, captures), without = step_with_graphs(Shape("plain", 4)), without_graphs(Shape("plain", 4))
     for one in (step, without):
@@ -145,7 +146,7 @@ def test_so_they_do_by_all_other_rules(changed: str) -> None:
     assert captures.count == 1
 
 
-@pytest.mark.parametrize("search", ["plain", "along a catalog"])
+@pytest.mark.parametrize("search", sweep(["plain", "along a catalog"], "along a catalog"))
 def test_of_many_beams_too(search: str) -> None:
     (step, captures), without = step_with_graphs(Shape(search, 70)), without_graphs(Shape(search, 70))
     check(step, without)
@@ -343,6 +344,7 @@ def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
     assert captures.count == 1
 
 
+@pytest.mark.nightly
 def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that come once displace none of them."""
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from benchmarks.memory_counter import MemoryCounter
 from benchmarks.weightless import CATALOG, NOWHERE, WeightlessStep, kernels_noted, nowhere
+from tests.support.sweep import sweep
 from tests.support.taken_again import TakenAgain
 from tests.worker.select.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
@@ -212,7 +213,7 @@ def test_no_large_batch_holds_more_than_was_profiled(search: str) -> None:
     assert 0 < counter.most <= profiled(20 * WIDTH)
 
 
-@pytest.mark.parametrize("width", [1, 4, WIDTH])
+@pytest.mark.parametrize("width", sweep({str(width): width for width in (1, 4, WIDTH)}, "4"))
 @pytest.mark.parametrize(
     "search", [name for name, rules in SEARCHES.items() if not is_light_search_step(rules._replace(width=4))]
 )
