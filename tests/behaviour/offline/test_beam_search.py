@@ -259,7 +259,7 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
     assert notes == [("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)]
 
 
-@pytest.mark.parametrize("name", sweep(GRAMMARS, "regex", "schema"))
+@pytest.mark.parametrize("name", sweep([*GRAMMARS], "regex", "schema"))
 def test_beams_under_a_grammar_are_those_of_vllms_own_loop(trained: Engine, name: str) -> None:
     prompts, num_compared, num_tied = prompts_for(trained), 0, 0
     for width, length_penalty in ((1, 1.0), (3, 0.0), (6, 2.0)):

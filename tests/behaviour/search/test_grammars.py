@@ -29,7 +29,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET)
 
 
-@pytest.mark.parametrize("name", sweep(GRAMMARS, "regex", "grammar", "choice"))
+@pytest.mark.parametrize("name", sweep([*GRAMMARS], "regex", "grammar", "choice"))
 def test_beams_are_those_of_transformers_with_the_same_masks(engine: Engine, name: str) -> None:
     prompts, max_tokens, compared = trained_prompts([9, 40, 31]), 16, 0
     for width in (3, 8):

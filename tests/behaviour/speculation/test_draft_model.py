@@ -63,8 +63,8 @@ def test_without_catching_up_it_says_something_else_and_the_search_finds_the_sam
 def test_where_nodes_see_the_trees_of_their_siblings_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sees = Forest.sees
-    monkeypatch.setattr(Forest, "sees", lambda *args: np.tril(np.ones_like(sees(*args))))
+    mask = Forest.attention_mask
+    monkeypatch.setattr(Forest, "attention_mask", lambda *args: np.tril(np.ones_like(mask(*args))))
     search(engine, monkeypatch)
     assert alone.num_wrong > 0
 

@@ -200,7 +200,7 @@ def check(forest: Forest, max_drafts: int) -> None:
     assert sorted(node for row in forest.rows for node in row) == [*range(forest.num_nodes)]
     for row, nodes in enumerate(forest.rows):
         assert nodes == sorted(nodes), "each node comes after its parent"
-        sees = forest.sees(row)
+        sees = forest.attention_mask(row)
         for place, node in enumerate(nodes):
             path = forest.path(node)
             assert (path[0], path[-1], len(path)) == (nodes[0], node, forest.depths[node] + 1)
@@ -208,7 +208,7 @@ def check(forest: Forest, max_drafts: int) -> None:
             assert (forest.row_of[node], forest.places[node]) == (row, place)
             if forest.parents[node] != ROOT:
                 assert forest.child(forest.parents[node], forest.tokens[node]) == node
-        assert (forest.sees(row, len(nodes) // 2) == sees[len(nodes) // 2 :]).all()
+        assert (forest.attention_mask(row, len(nodes) // 2) == sees[len(nodes) // 2 :]).all()
     assert set(forest.leaves()) == set(range(forest.num_nodes)) - set(forest.parents)
 
 

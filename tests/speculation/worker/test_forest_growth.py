@@ -200,8 +200,8 @@ def check_batch(grown: GrownForests, planted: list[ForestStep], seen: list[Fores
         assert own.ends is not None
         assert own.rows.tolist() == places[forest.row_of].tolist() + [places[0]] * len(others)
         assert own.ends.tolist() == [one.start + 1 + place for place in forest.places] + [one.start + 1] * len(others)
-        assert isinstance(own.sees, torch.Tensor)
-        assert sees_of(own.sees) == [seen_by(forest, node) for node in range(forest.num_nodes)] + [{0}] * len(others)
+        assert isinstance(own.masks, torch.Tensor)
+        assert sees_of(own.masks) == [seen_by(forest, node) for node in range(forest.num_nodes)] + [{0}] * len(others)
         assert batch.input_ids[others].eq(0).all()
         assert positions[others].eq(one.start).all()
         assert not slot_mappings[:, others].any()
@@ -264,7 +264,7 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
         for name in ("tokens", "parents", "rows", "row_of", "places", "_children", "depths"):
             assert getattr(own.forest, name) == getattr(theirs.forest, name)
         for row in range(own.num_beams):
-            assert own.forest.sees(row).tolist() == theirs.forest.sees(row).tolist()
+            assert own.forest.attention_mask(row).tolist() == theirs.forest.attention_mask(row).tolist()
         assert [table.tolist() for table in own.blocks] == [table.tolist() for table in theirs.blocks]
         assert own.num_layers == theirs.num_layers
 

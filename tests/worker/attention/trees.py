@@ -40,7 +40,7 @@ class TreeBatch(Batch):
         """Let the device alone know what the tokens see of trees, of which each row computes one."""
         for number, rows in enumerate(self.rows):
             assert rows.trees is not None
-            masks = torch.from_numpy(pack_attention_masks(rows.trees.sees)).to(device)
+            masks = torch.from_numpy(pack_attention_masks(rows.trees.masks)).to(device)
             self.rows[number] = rows._replace(trees=RowTrees(rows.trees.start, masks))
 
     def forget_rows(self, device: str, which: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class TreeBatch(Batch):
             assert rows.trees is not None
             shuffled = np.random.default_rng(number).permutation(end - first)
             order[shared.places[first:end]] = torch.from_numpy(shared.places[first:end][shuffled]).long()
-            known = pack_attention_masks(rows.trees.sees), shared.rows[first:end], shared.lengths[first:end]
+            known = pack_attention_masks(rows.trees.masks), shared.rows[first:end], shared.lengths[first:end]
             on_device = [torch.from_numpy(array[shuffled]).to(device) for array in known]
             self.rows[number] = rows._replace(trees=RowTrees(rows.trees.start, *on_device))
         self.queries, self._order = self.queries[order], order

@@ -349,5 +349,6 @@ def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeyp
         monkeypatch.setattr(GPUModelRunner, "profile_run", lambda _: held.append(counter.held))
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()
         ProfiledRunner(NOWHERE).profile_run()
-    needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_COPIED + step_graphs.MOST_BYTES_BESIDE + 1000
+    needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_COPIED + 8000 // step_graphs.LOGITS_OF_BYTE
+    needed += step_graphs.MOST_BYTES_BESIDE + step_graphs.MOST_OWN_BYTES
     assert (held, counter.held) == ([1000 + needed, 1000], 0)

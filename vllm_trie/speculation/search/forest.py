@@ -119,7 +119,7 @@ class Forest:
         self._children[parent, token] = node
         return node
 
-    def sees(self, row: int, first: int = 0) -> np.ndarray:
+    def attention_mask(self, row: int, first: int = 0) -> np.ndarray:
         """[nodes, nodes of the row] bool: which of its row's nodes each node from place `first` on sees.
 
         These are its ancestors and itself.

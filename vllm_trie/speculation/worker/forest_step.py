@@ -100,7 +100,7 @@ class ForestStep:
 
     def trees_from(self, firsts: Mapping[int, int]) -> RowTrees:
         """Trees of rows, by row the place of the first node that is computed now."""
-        return RowTrees(self.start, [self.forest.sees(row, first) for row, first in firsts.items()])
+        return RowTrees(self.start, [self.forest.attention_mask(row, first) for row, first in firsts.items()])
 
     def slots_of(self, number: int, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """[...] int64 where KV cache group `number` holds tokens of rows, at `places` [...] from the roots on."""

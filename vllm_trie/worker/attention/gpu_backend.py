@@ -243,7 +243,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
             return False
         if not self.can_share:
             return True
-        nodes = 1 if isinstance(group.trees.sees, torch.Tensor) else max(map(len, group.trees.sees))
+        nodes = 1 if isinstance(group.trees.masks, torch.Tensor) else max(map(len, group.trees.masks))
         return self.option != "on" and nodes * (self.num_heads_q // self.num_heads_kv) >= TILE
 
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:

@@ -29,7 +29,7 @@ class RowTrees(NamedTuple):
     start: int  # where in the cache the trees begin: as many tokens of each row come before them
     # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: of all tokens that
     # the rows compute [tokens, words] int64, as `SharedAttentionTokens` has it.
-    sees: list[np.ndarray] | torch.Tensor
+    masks: list[np.ndarray] | torch.Tensor
     # Where the device alone knows that, too, of these tokens: [tokens] int32, in which of the batch's rows each lies,
     # and how many tokens of that row it sees, those that the tree hides from it counted. Else each row has its own.
     rows: torch.Tensor | None = None
@@ -137,7 +137,7 @@ def attention_row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
     for places, _, trees in groups:
         assert trees is not None
         for row, place in enumerate(np.array_split(places, len(places))):
-            found.append(SharedRows(place, trees.start, RowTrees(trees.start, trees.sees[row : row + 1])))
+            found.append(SharedRows(place, trees.start, RowTrees(trees.start, trees.masks[row : row + 1])))
     return found
 
 
@@ -191,7 +191,7 @@ def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.nd
         if trees is None:
             parts.append(np.zeros((count, 1), dtype=np.int64))
         else:
-            parts.append(trees.sees if isinstance(trees.sees, torch.Tensor) else pack_attention_masks(trees.sees))
+            parts.append(trees.masks if isinstance(trees.masks, torch.Tensor) else pack_attention_masks(trees.masks))
     num_words = max(part.shape[1] for part in parts)
     there = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
     padded = [_padded_attention_masks(part, num_words) for part in parts]
@@ -227,10 +227,10 @@ def first_attention_keys(shared: SharedAttentionTokens, window: int | None) -> n
     if window is None:
         return np.zeros(len(shared.lengths), dtype=np.int32)
     assert isinstance(shared.trees, np.ndarray)
-    sees = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
+    is_seen = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
     # Tokens of the tree that it sees, from each one on.
-    from_here = sees[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]
-    in_tree, in_window = from_here[:, 0], (sees > 0) & (from_here <= window)
+    from_here = is_seen[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]
+    in_tree, in_window = from_here[:, 0], (is_seen > 0) & (from_here <= window)
     first = shared.tree_starts + np.where(in_tree > window, in_window.argmax(axis=1), in_tree - window)
     return np.maximum(first, 0).astype(np.int32)
 
@@ -243,8 +243,8 @@ def device_first_attention_keys(trees: torch.Tensor, tree_starts: torch.Tensor, 
         tree_starts: [N] int32, likewise, on the device.
         window: Positions that each token sees.
     """
-    sees = (trees[..., None] >> search_numbers(WORD, trees.device) & 1).flatten(1)
-    from_here = sees.flip(1).cumsum(1).flip(1)
-    in_tree, is_first = from_here[:, 0], (sees > 0) & (from_here == window)
-    first = (search_numbers(sees.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
+    is_seen = (trees[..., None] >> search_numbers(WORD, trees.device) & 1).flatten(1)
+    from_here = is_seen.flip(1).cumsum(1).flip(1)
+    in_tree, is_first = from_here[:, 0], (is_seen > 0) & (from_here == window)
+    first = (search_numbers(is_seen.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
     return (tree_starts + first).clamp(min=0).int()
