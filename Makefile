@@ -15,7 +15,7 @@ FORGE := .github
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make model      fetch the real model of demo, benchmarks and tests; they do so themselves if need be"
-	@echo "make test       linters, type checks and tests, about 20 minutes"
+	@echo "make test       linters, type checks and tests, under half an hour on two cores"
 	@echo "make test-nightly  the tests that run the demo and the examples, measure tables, and try the rest of each sweep"
 	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, about three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
