@@ -267,7 +267,8 @@ class DeviceStep:
         slots = np.array([group.slots for group in self.groups.values()])
         chosen = torch.from_numpy(np.array(parents)).long().to(self.device)
         rows = kv_rows_of_groups([slots], [[len(group.prompt) for group in self.groups.values()]])
-        self.rows.reorder(rows, self.num_tokens.repeat(slots.shape[1]), [chosen], self.rules.is_controlled)
+        moved = KVFork.of(rows, self.num_tokens.repeat(slots.shape[1]), [chosen], self.device)
+        self.rows.fork(moved, self.rules.is_controlled)
 
     def histories(self) -> Iterator[torch.Tensor]:
         """What rows hold, as far as anybody reads it: on the host."""

@@ -9,26 +9,26 @@ from typing import Any
 
 from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.watch import clocked, core_of, runner_of
+from benchmarks.watch import clocked, runner_of
 from vllm_trie import beam_params
 
-PARTS = ("whole step", "schedule", "expand", "forward", "select", "reorder", "replay", "outputs")
+PARTS = ("whole step", "schedule", "expand", "forward", "select", "fork", "replay", "outputs")
 
 
 def ms_by_part(llm: Any, search: Callable[[], Any], repeats: int) -> dict[str, Any]:
     """Milliseconds of the host per decoding step of each part, medians over searches of their means over steps.
 
-    `select` without `reorder`; `outputs`, which happen once, are shared out over the steps. What a GPU computes goes on
+    `select` without `fork`; `outputs`, which happen once, are shared out over the steps. What a GPU computes goes on
     after the host has launched it.
     """
     runner = runner_of(llm)
     selector, scheduler = type(runner.selector), resolve_name("vllm_trie.engine.scheduler:BeamScheduler")
     parts = {
-        "schedule": (type(core_of(llm).scheduler), "schedule"),
+        "schedule": (scheduler, "schedule"),
         "expand": (resolve_name("vllm_trie.worker.runner"), "expand"),
         "forward": (runner.model, "forward"),
         "select": (selector, "select"),
-        "reorder": (type(runner.rows), "reorder"),
+        "fork": (type(runner.rows), "fork"),
         "replay": (scheduler, "_replay"),
         "outputs": (scheduler, "_end_group"),
     }
@@ -38,7 +38,7 @@ def ms_by_part(llm: Any, search: Callable[[], Any], repeats: int) -> dict[str, A
             search()
         decoding = [step for step in clock.steps if step["select"]][1:]  # the first one computes the prompts
         for step in decoding:
-            step["select"] -= step["reorder"]
+            step["select"] -= step["fork"]
         for part, seconds in by_part.items():
             counted = clock.steps if part == "outputs" else decoding
             seconds.append(sum(step[part] for step in counted) / len(decoding))
@@ -67,5 +67,5 @@ TABLE = Table(
     ("beams x groups", *PARTS),
     cells,
     measure,
-    "of a decoding step, clocks running; select without reorder; outputs: made once, shared out over the steps",
+    "of a decoding step, clocks running; select without fork; outputs: made once, shared out over the steps",
 )

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
 from benchmarks.report import fill_in
+from benchmarks.tables.host import PARTS
 from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
@@ -49,6 +50,11 @@ def test_every_table_is_measured_and_every_plot_drawn(measured: Path) -> None:
         "front_of_widths",
     ):
         assert (measured / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_part_of_a_step_is_met(measured: Path) -> None:
+    for row in rows_of(measured, "host"):
+        assert all(row[part] > 0 for part in PARTS), row
 
 
 def test_blocks_are_those_of_the_floor_at_interval_1_and_dead_ones_are_explained_at_15(measured: Path) -> None:

@@ -28,7 +28,7 @@ class LookedInto:
     def ignore_parents(self, rank: int) -> None:
         """From now on, let the rows of one stage of a pipeline continue their own histories."""
         if self.rank == rank:
-            self.model_runner.rows.reorder = lambda *_: None
+            self.model_runner.rows.fork = lambda *_: None
 
     def go_astray(self, what: str, rank: int) -> None:
         """From now on, let one rank decide about "beams" or "drafts" by logits that no other rank sees.

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
 from vllm_trie.worker.expand import RunnerStepContext
-from vllm_trie.worker.kv.kv_moves import kv_rows_of_groups
+from vllm_trie.worker.kv.kv_moves import KVFork, kv_rows_of_groups
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, NextBeams, Rows
 
 
@@ -74,10 +74,13 @@ class PipelineStages:
             group.tokens = beams.tokens.long()
             if beams.have_rows and len(group.slots) > 1:
                 moved.append((group, beams))
+        if not moved:
+            return
         rows = kv_rows_of_groups([group.slots[None] for group, _ in moved], [[len(group.prompt)] for group, _ in moved])
         num_tokens = np.repeat([beams.num_tokens for _, beams in moved], [len(group.slots) for group, _ in moved])
         # As on the last stage, or the kernel would be compiled anew.
-        self._rows.reorder(rows, num_tokens, [beams.parents.long() for _, beams in moved])
+        parents = [beams.parents.long() for _, beams in moved]
+        self._rows.fork(KVFork.of(rows, num_tokens, parents, self._rows.device))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         handler = self._handler

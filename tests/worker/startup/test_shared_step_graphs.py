@@ -15,15 +15,19 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.engine import TRAINED_TARGET
 from tests.support.graphs import as_on_a_gpu
 from tests.support.recorded_graphs import recorded_graphs
 from vllm_trie.capture_sizes import add_capture_sizes
+from vllm_trie.worker import launches
+from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.announce_shared_rows import runner_reads_shared_blocks_once
 from vllm_trie.worker.attention.gpu_backend import LEAST_READ_AGAIN, SharedPrefixAttentionBuilder
 from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS
-from vllm_trie.worker.startup import shared_step_graphs
+from vllm_trie.worker.runner import BeamModelRunner
+from vllm_trie.worker.startup import layer_bytes, plain_step_graphs, shared_step_graphs
 from vllm_trie.worker.startup.shared_step_graphs import PER_DOUBLING, capture_shared_step_graphs, shared_step_sizes
 
 BOTH, MOST_ROWS = CUDAGraphMode.FULL_AND_PIECEWISE, 512
@@ -80,6 +84,23 @@ def runner_of(
     of_runner = {"vllm_config": config, "max_num_reqs": config.scheduler_config.max_num_seqs}
     of_runner |= {"dp_size": 1, "use_pp": False}
     return SimpleNamespace(cudagraph_manager=manager, attn_groups=[[group] for group in groups], **of_runner)
+
+
+def test_a_runner_on_a_gpu_lists_them_when_its_kv_cache_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", lambda *_, **__: None)
+    monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
+    for module, name in (
+        (runner_module, "check_demanded_attention_layers"),
+        (layer_bytes, "tell_measured_layer_bytes"),
+        (plain_step_graphs, "capture_plain_step_graphs"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    runner: Any = object.__new__(BeamModelRunner)
+    parts = vars(runner_of(builder_of(length=4096)))
+    parallel = parts["vllm_config"].parallel_config
+    vars(runner).update(parts, parallel_config=parallel, device=torch.device("cpu"))
+    runner.initialize_kv_cache(is_profiling=True)
+    assert len(captured(runner)) == 19
 
 
 def captured(runner: Any) -> list[BatchExecutionDescriptor]:

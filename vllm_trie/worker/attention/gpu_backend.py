@@ -156,8 +156,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
         """See `SharesAttentionPrefixes`."""
-        bytes_per_token = self._bytes_per_token
-        again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
+        again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * self._bytes_per_token
         num_sharing = sum(num_shared > 0 for _, num_shared in sharing)
         in_graph = self.graphs is not None and self.graphs.hold(sum(rows for rows, _ in sharing), num_sharing)
         pays_off = self.option == "on" or (

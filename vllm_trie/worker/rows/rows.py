@@ -298,19 +298,8 @@ class Rows:
         if copies:
             move_kv(KVMoves(np.concatenate(copies)), self.kv)
 
-    def reorder(
-        self, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], is_controlled: bool = False
-    ) -> None:
-        """Let rows continue the histories of others, and where they are controlled, what their logits go by.
-
-        Args:
-            rows, num_tokens, parents: See `KVFork.of`.
-        """
-        if parents:
-            self.fork(KVFork.of(rows, num_tokens, parents, self.device), is_controlled)
-
-    def fork(self, moved: KVFork, is_controlled: bool) -> None:
-        """The same of rows that are known on the device."""
+    def fork(self, moved: KVFork, is_controlled: bool = False) -> None:
+        """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
         fork_kv(moved, self.all_tokens, self.kv)
         if is_controlled:
             self._reorder_controls(moved)
