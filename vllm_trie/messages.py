@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_trie.search.constraints.closed_nodes import NodeCodes
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.step_result import SearchStepResult
 
@@ -46,6 +47,7 @@ class GroupTicketMessage:
     options: dict[str, Any] = field(default_factory=dict)  # the request's and its engine's `BeamParams`, checked
     caller: Caller = BEAM_WIDTH
     item_set: bytes | None = None  # a catalog of its own
+    exclusion: dict[str, Any] | None = None  # the fields of a `SentExclusion`
     padding: int | None = None  # the model's padding token, where it matters
 
     @classmethod
@@ -59,10 +61,10 @@ class GroupTicketMessage:
         return dict(vars(self))
 
     def without_items(self, params: SamplingParams) -> GroupTicketMessage:
-        """The same without the set of items, in these params, too: whoever has taken it alone holds its bytes."""
-        if self.item_set is None:
+        """The same without the items it brings, in these params, too: whoever has taken them alone holds the bytes."""
+        if self.item_set is None and self.exclusion is None:
             return self
-        ticket = replace(self, item_set=None)
+        ticket = replace(self, item_set=None, exclusion=None)
         params.extra_args = {**(params.extra_args or {}), TICKET: ticket.to_dict()}
         return ticket
 
@@ -143,6 +145,7 @@ class GroupStep:
     search: SearchRules | None = None  # how it selects, whatever the phase, where its request is new to the worker
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
+    excludes: str | None = None  # where its rows enter: by which digest the worker knows the nodes closed to them
     rows: NewRows | None = None  # where it fans out
     resumed: Resumed | None = None  # where it fans out after a preemption; else the worker knows it all
     new_blocks: list[np.ndarray] | None = None  # at a block boundary, by KV cache group: [b] the next block of each
@@ -158,6 +161,7 @@ class CatalogChanges:
 
     gone: dict[str, bool] = field(default_factory=dict)  # by digest of what to forget: whether all have it
     new: dict[str, bytes] = field(default_factory=dict)  # by digest: the content of those that came with requests
+    closed: dict[str, NodeCodes] = field(default_factory=dict)  # by digest: the closed nodes of some searches
 
 
 class DraftedMessage(NamedTuple):

@@ -190,6 +190,42 @@ class Catalog(CatalogHeader):
             return
         raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
 
+    def nodes_of_items(self, item_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the sequences of some items end.
+
+        Args:
+            item_ids: [n] int64, ascending, each once.
+
+        Returns:
+            Nodes [m] int32, ascending; and those of the ids that no item has.
+        """
+        ids, nodes = self._nodes_by_id
+        first = ids.searchsorted(item_ids)
+        is_known = ids.take(first, mode="clip") == item_ids
+        unknown = item_ids[~is_known]
+        first = first[is_known] if len(unknown) else first
+        if not self._has_one_sequence_each:
+            counts = ids.searchsorted(ids[first], side="right") - first
+            first = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        return np.sort(nodes[first]), unknown
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """[nodes] int32, the parent of each node; the root's is -1."""
+        return np.append(np.int32(-1), np.repeat(np.arange(self.num_nodes, dtype=np.int32), np.diff(self.first_child)))
+
+    @cached_property
+    def _nodes_by_id(self) -> tuple[np.ndarray, np.ndarray]:
+        """Item ids, ascending, and the node where each ends: [items] int64 and int32."""
+        order = np.argsort(self.item_ids, kind="stable")
+        return self.item_ids[order], np.flatnonzero(self.is_item).astype(np.int32)[order]
+
+    @cached_property
+    def _has_one_sequence_each(self) -> bool:
+        """Whether no two items have the same id."""
+        ids, _ = self._nodes_by_id
+        return bool((ids[1:] > ids[:-1]).all())
+
     @cached_property
     def _item_indices(self) -> np.ndarray:
         """[nodes] int32, indices in `item_ids`, right where an item ends."""

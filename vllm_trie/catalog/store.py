@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from vllm_trie.catalog.catalog import Catalog
+
+
+class HeldTable(Protocol):
+    """What devices look up for searches: a catalog, or what is closed to a search along one."""
+
+    @property
+    def digest(self) -> str:
+        """By which equal ones are known."""
+
+    @property
+    def num_items(self) -> int:
+        """That a device holds for it."""
+
+    @property
+    def num_bytes_on_device(self) -> int:
+        """That it takes there."""
 
 
 class CatalogStore:
@@ -17,26 +33,26 @@ class CatalogStore:
     """
 
     def __init__(self, named: Mapping[str, Catalog]) -> None:
-        self.by_digest: dict[str, Catalog] = {}
-        self._digests: dict[str, str] = {}  # by name
+        self.by_digest: dict[str, HeldTable] = {}
+        self._named: dict[str, Catalog] = {}
         for name, catalog in named.items():
             self.name(name, catalog)
 
     @property
     def names(self) -> Collection[str]:
-        return self._digests.keys()
+        return self._named.keys()
 
     def __getitem__(self, name: str) -> Catalog:
         """What a name stands for now."""
-        return self.by_digest[self._digests[name]]
+        return self._named[name]
 
     def name(self, name: str, catalog: Catalog) -> None:
         """Let a name stand for this one from now on."""
-        old = self._digests.get(name)
+        old = self._named.get(name)
         self.add(catalog)
-        self._digests[name] = catalog.digest
+        self._named[name] = catalog
         if old is not None:
-            self.drop_unused(old)
+            self.drop_unused(old.digest)
 
     def add(self, catalog: Catalog) -> None:
         """Know a catalog."""
@@ -47,4 +63,4 @@ class CatalogStore:
         return not self.is_needed(digest) and self.by_digest.pop(digest, None) is not None
 
     def is_needed(self, digest: str) -> bool:
-        return digest in self._digests.values()
+        return any(catalog.digest == digest for catalog in self._named.values())

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from vllm_trie import catalog as catalog_files
-from vllm_trie.catalog.store import CatalogStore
+from vllm_trie.catalog.store import CatalogStore, HeldTable
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
-from vllm_trie.messages import CatalogChanges
+from vllm_trie.engine.exclusion import Exclusion, SentExclusion, read_item_list
+from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 MOST_IDLE = 32  # sets of requests that workers keep while no search runs along them
+NO_LISTS: Mapping[str, str] = {}
+
+Held = TypeVar("Held", bound=HeldTable)
 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
 
@@ -85,6 +89,7 @@ class NoGroupCatalog:
 
     constraints: tuple[ItemConstraint, ...] = ()
     brings: Mapping[Hashable, int] = {}
+    excludes: str | None = None  # the digest of what is closed to it
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
@@ -106,18 +111,24 @@ class GroupCatalogUse(NoGroupCatalog):
 
     Args:
         brings: By digest, the bytes that it takes on each device if it came with the request.
+        excludes: The digest of what is closed to it.
     """
 
     def __init__(
-        self, params: BeamParams, catalog: Catalog, store: EngineCatalogs, brings: Mapping[Hashable, int]
+        self,
+        params: BeamParams,
+        catalog: Catalog,
+        store: EngineCatalogs,
+        brings: Mapping[Hashable, int],
+        excludes: str | None,
     ) -> None:
         super().__init__(params)
         after = params.catalog_after
         assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
         counts = params.catalog_items, after, params.catalog_stop, params.catalog_renormalize
-        self.rules = ItemConstraint(catalog.digest, *counts)
+        self.rules = ItemConstraint(catalog.digest, *counts, excludes=excludes is not None)
         self.constraints = (self.rules,)
-        self.brings = brings
+        self.brings, self.excludes = brings, excludes
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
@@ -138,7 +149,8 @@ class GroupCatalogUse(NoGroupCatalog):
         return {"item_ids": found.tolist()}
 
     def release(self) -> None:
-        self._store.release(self._catalog.digest)
+        for digest in filter(None, (self._catalog.digest, self.excludes)):
+            self._store.release(digest)
 
     def _found(self, items: Sequence[list[int]]) -> np.ndarray:
         """[n] ids of items, or [n, items] where several come one after the other; -1 where there is none."""
@@ -157,10 +169,12 @@ class EngineCatalogs(CatalogStore):
     Args:
         paths: Files, by name.
         room: Bytes on each device for what comes with requests: `request_tables_bytes`.
+        lists: Files of items that requests may exclude, likewise.
     """
 
-    def __init__(self, paths: Mapping[str, str], room: int) -> None:
+    def __init__(self, paths: Mapping[str, str], room: int, lists: Mapping[str, str] = NO_LISTS) -> None:
         self._room = room
+        self.lists = {name: read_item_list(path) for name, path in lists.items()}  # ids, ascending
         self._held = set[str]()  # digests of what workers hold
         self._sets = dict[str, None]()  # of these, those that came with requests; what was needed last is at the end
         self._users: Counter[str] = Counter()  # searches, those that wait among them
@@ -185,18 +199,33 @@ class EngineCatalogs(CatalogStore):
         if digest not in self._held:
             self._to_change().gone[digest] = False
 
-    def use(self, params: BeamParams, item_set: bytes | None) -> NoGroupCatalog:
+    def use(self, params: BeamParams, ticket: GroupTicketMessage) -> NoGroupCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
-        if item_set is not None:
-            catalog = catalog_files.Catalog.from_bytes(item_set, checks=False)
-            catalog = self.by_digest.setdefault(catalog.digest, catalog)  # the bytes of equal sets are held once
+        if ticket.item_set is not None:
+            catalog = self._once(catalog_files.Catalog.from_bytes(ticket.item_set, checks=False))
             brings: dict[Hashable, int] = {catalog.digest: catalog.num_bytes_on_device}
         elif params.catalog is not None:
             catalog, brings = self[params.catalog], {}
         else:
             return NoGroupCatalog(params)
         self._users[catalog.digest] += 1
-        return GroupCatalogUse(params, catalog, self, brings)
+        if (exclusion := self._exclusion(params, ticket, catalog)) is None:
+            return GroupCatalogUse(params, catalog, self, brings, None)
+        exclusion = self._once(exclusion)
+        self._users[exclusion.digest] += 1
+        brings[exclusion.digest] = exclusion.num_bytes_on_device
+        return GroupCatalogUse(params, catalog, self, brings, exclusion.digest)
+
+    def _once(self, table: Held) -> Held:
+        """This, or what is equal to it: the bytes of equal sets are held once."""
+        return cast(Held, self.by_digest.setdefault(table.digest, table))
+
+    def _exclusion(self, params: BeamParams, ticket: GroupTicketMessage, catalog: Catalog) -> Exclusion | None:
+        """What a new search must not come to, by the present version of the list that it names, if it does."""
+        listed = None if params.exclude is None else self.lists[params.exclude]
+        if ticket.exclusion is not None:
+            return SentExclusion(**ticket.exclusion).exclusion(catalog, listed)
+        return None if listed is None else Exclusion.of(catalog, listed)
 
     def release(self, digest: str) -> None:
         """A search is over."""
@@ -227,7 +256,11 @@ class EngineCatalogs(CatalogStore):
                 self.has_news = True
                 changes = self._to_change()
                 if not changes.gone.pop(digest, False):  # else all workers have it still
-                    changes.new[digest] = self.by_digest[digest].to_bytes()
+                    table = self.by_digest[digest]
+                    if isinstance(table, Exclusion):
+                        changes.closed[digest] = table.nodes
+                    else:
+                        changes.new[digest] = cast("Catalog", table).to_bytes()
 
     def take_changes(self) -> CatalogChanges:
         """What workers must do before the next step; they do it."""

@@ -110,7 +110,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             self.kv_cache_manager, has_draft_kv=speculative_config_drafts(self.vllm_config) == "model"
         )
         self.tally = GroupTally()
-        self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes)
+        self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes, config.exclude)
         wrap_vllm("vllm_trie.engine.catalogs")
         self._now = _StepState()
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
@@ -133,7 +133,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             super().add_request(request, **kwargs)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicketMessage) -> None:
-        catalog = self.catalogs.use(params, ticket.item_set)
+        catalog = self.catalogs.use(params, ticket)
         ticket = ticket.without_items(request.sampling_params)
         has_processors = engine_has_logits_processors(self.vllm_config)
         group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
@@ -313,11 +313,13 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.num_shared = update.num_shared
-                step.resumed = group.resumed() if update.rows is not None else None
+                if update.rows is not None:
+                    step.resumed, step.excludes = group.resumed(), group.plan.catalog.excludes
             steps[group_id] = step
         for new in output.scheduled_new_reqs:  # after a preemption again
             if new.req_id in steps:
-                steps[new.req_id].search = self.groups[new.req_id].plan.search
+                plan, step = self.groups[new.req_id].plan, steps[new.req_id]
+                step.search, step.excludes = plan.search, plan.catalog.excludes
         if self._budgets is not None:
             mark_new_group_prefixes(steps, self.groups, output, self.requests, self.kv_cache_manager)
         return steps

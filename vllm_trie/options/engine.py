@@ -31,7 +31,8 @@ class EngineOptions(Speculating, Drawing):
         debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
             differ; for tests and bug reports, slow.
         catalogs: Files of catalogs, by the names that requests use; `python -m vllm_trie.catalog build` makes them.
-        catalog_folder: The folder from which a running engine may take new versions of its catalogs.
+        catalog_folder: The folder from which a running engine may take new versions of its catalogs and lists.
+        exclude: Files of item ids, one per line, by the names by which requests exclude these items.
         request_tables_bytes: How much memory of each device may be taken by what comes with running requests:
             `allowed_sequences`, 9 bytes for each distinct prefix of one, and the tables of `phrase_boosts`. Requests
             for which there is no room wait, and one that needs more is refused. On a GPU it is set aside while vLLM
@@ -52,6 +53,7 @@ class EngineOptions(Speculating, Drawing):
     check_invariants: bool = option(False)
     debug_rank_check: bool = option(False)
     catalogs: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"items": "items.catalog"}')
+    exclude: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"blocked": "blocked.txt"}')
     catalog_folder: str | None = option(None, "is not a folder; pass its path")
     request_tables_bytes: int = option(128 << 20, "is not a number of bytes; pass an integer >= 0", ge=0)
     scorers: dict[str, Annotated[str, Field(pattern="^https?://")]] = option(
@@ -77,7 +79,7 @@ class EngineOptions(Speculating, Drawing):
     @property
     def has_files(self) -> bool:
         """Whether the engine reads files at its start."""
-        return bool(self.catalogs)
+        return bool(self.catalogs or self.exclude)
 
     def check(self) -> None:
         """Refuse to draw and not to draw."""

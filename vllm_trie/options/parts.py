@@ -24,6 +24,8 @@ MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
+MOST_EXCLUDED = 100_000  # items that a request must not return; more make a list of the engine
+MOST_EXCLUDED_JSON = 2_200_000  # characters: room for so many ids of twenty digits, a comma and a space
 MOST_STRING = 100_000  # characters of one of them, far more than a model writes as one item
 MOST_SEQUENCE_JSON = 20_000_000  # characters: room for so many tokens of seven digits, a comma and a space
 
@@ -81,6 +83,7 @@ _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _WIDTHS = f"is not a list of numbers of beams; pass 1 to {MOST_WIDTHS:,} integers >= 1"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
 WRONG_SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
+_ITEMS = f"is not a list of at most {MOST_EXCLUDED:,} item ids; pass integers"
 _PHRASES = (
     f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
@@ -245,6 +248,9 @@ class Catalogs(Options):
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
             itself ends the hypothesis.
         catalog_renormalize: Let each row's log-probabilities be those among what the catalog allows, not the model's.
+        exclude_items: Ids of items of the catalog that no hypothesis may have, up to 100,000: what a user has seen,
+            what is out of stock. In `vllm_xargs` also as a JSON text.
+        exclude: The engine's list of items, likewise; see the option `exclude` of engines.
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
@@ -253,6 +259,10 @@ class Catalogs(Options):
     catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
     catalog_stop: bool = option(False)
     catalog_renormalize: bool = option(False)
+    exclude_items: list[Int64] | None = option(
+        None, _ITEMS, MOST_EXCLUDED_JSON, max_length=MOST_EXCLUDED, fail_fast=True
+    )
+    exclude: str | None = option(None, "is not the name of a list of items; pass a string")
 
 
 class Steps(Options):

@@ -136,7 +136,7 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
             options[name] = {0: False, 1: True}.get(value, value)
     for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
         part.check_sizes(options)
-    for name in {"phrase_boosts", "contrast"} & kind_by_options(options).model_fields.keys():
+    for name in {"phrase_boosts", "contrast", "exclude_items"} & kind_by_options(options).model_fields.keys():
         if isinstance(text := options.get(name), str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
                 options[name] = json.loads(text)

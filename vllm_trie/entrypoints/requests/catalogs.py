@@ -10,6 +10,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
 from vllm_trie.engine.catalogs import num_engine_beams_along
+from vllm_trie.engine.exclusion import SentExclusion
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
@@ -100,7 +101,7 @@ def resolve_request_items(
             "pass another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
         )
     _check_catalog_fits_request(params, beam, catalog, what)
-    beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
+    beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after, "exclude_items": None})
     return beam, num_engine_beams_along(beam, catalog.num_items, len(sampling_params_stops(params)))
 
 
@@ -121,11 +122,31 @@ def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalo
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
 
 
+def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExclusion | None:
+    """The items that a request itself excludes, looked up in its catalog.
+
+    Raises:
+        ValueError: naming the option, and what would work.
+    """
+    lists = plugin_config_of(vllm_config).exclude
+    if beam.exclude is not None and beam.exclude not in lists:
+        raise ValueError(f"exclude={shown_option(beam.exclude)} is unknown; {_known_names(lists, 'exclude')}")
+    if beam.exclude_items is None:
+        return None
+    try:
+        return SentExclusion.of(catalogs_for_requests(vllm_config)[str(beam.catalog)], beam.exclude_items)
+    except ValueError as error:
+        raise ValueError(f"exclude_items: {error}") from None
+
+
+def _known_names(known: Collection[str], option: str) -> str:
+    start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"{option}": {{NAME: FILE}}}}}}'
+    return f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
+
+
 def _refuse_unknown_request_catalog(name: str | None, known: Collection[str]) -> None:
     if name not in known:
-        start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
-        names = f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
-        raise ValueError(f"catalog={shown_option(name)} is unknown; {names}")
+        raise ValueError(f"catalog={shown_option(name)} is unknown; {_known_names(known, 'catalogs')}")
 
 
 def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:

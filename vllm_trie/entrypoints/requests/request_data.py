@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_trie.entrypoints.requests.phrases import Boosts
 
 READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
-BRINGS = ("allowed_sequences", "phrase_boosts")  # the options that may be large
+BRINGS = ("allowed_sequences", "phrase_boosts", "exclude_items")  # the options that may be large
 
 _item_sets: WeakKeyDictionary[InputProcessor, RequestItemSets] = WeakKeyDictionary()  # by the engine that takes them
 

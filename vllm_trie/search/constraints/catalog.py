@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_trie.search.constraints.closed_nodes import (
+    IS_CLOSED,
+    KIND_BITS,
+    NO_ITEM_ENDS,
+    NO_WAY_ON,
+    ClosedNodes,
+)
 from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
 from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_once_for_search
 from vllm_trie.search.parts import in_search_parts
@@ -19,7 +27,13 @@ from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
+LEAST_PLACE = STOPPED
 LEVEL_UNIT = 64  # tokens: logits of so many, or a multiple, are aligned
+# Bits of a state, where items are excluded: where its row is; what is closed there, as long as it is a target; and
+# where the closed nodes of its search begin, in parts.
+PLACE_BITS = 42
+PART_BITS = PLACE_BITS + KIND_BITS
+MOST_PLACES = (1 << PLACE_BITS) + LEAST_PLACE  # nodes times items of a hypothesis
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class ItemConstraint(Constraint):
         after: The token after which they begin; None: they are all there is.
         ends_with_stop: A stop token follows the last item; else that item ends the hypothesis.
         renormalizes: Each row's log-probabilities are those among what it may take.
+        excludes: Some items are closed to it.
     """
 
     catalog: str
@@ -39,18 +54,19 @@ class ItemConstraint(Constraint):
     after: int | None = None
     ends_with_stop: bool = False
     renormalizes: bool = False
+    excludes: bool = False
 
     is_sparse = True
 
     @property
     def is_plain(self) -> bool:
         """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""
-        return self == ItemConstraint(self.catalog)
+        return self == ItemConstraint(self.catalog, excludes=self.excludes)
 
     @property
     def needs_level_alone(self) -> bool:
         """Whether each hypothesis is an item and nothing else, and tokens that no item has at a depth do not count."""
-        return self == ItemConstraint(self.catalog, renormalizes=True)
+        return self == ItemConstraint(self.catalog, renormalizes=True, excludes=self.excludes)
 
     def on(self, tries: Mapping[str, ConstraintTrie], stop_token_ids: tuple[int, ...]) -> ConstraintAlongItems:
         """See `Constraint`."""
@@ -66,6 +82,7 @@ class ConstraintTrie:
         is_item: [nodes] bool, an item ends here.
         most_children: By depth, how many a node there has at most.
         levels: By depth, which tokens lead on from any node there, see `Catalog.tokens_by_depth`; none if left out.
+        closed: What is closed to searches on this device.
     """
 
     def __init__(
@@ -75,12 +92,14 @@ class ConstraintTrie:
         is_item: torch.Tensor,
         most_children: list[int],
         levels: Sequence[np.ndarray] = (),
+        closed: ClosedNodes | None = None,
     ) -> None:
         self.first_child, self.tokens, self.is_item = first_child, tokens, is_item
         self.most_children = most_children
         self.num_nodes = len(tokens)
         self.most_in_level = max(map(len, levels), default=0)
         self._levels = levels
+        self.closed = closed or ClosedNodes(tokens.device)
 
     def level(self, length: int) -> torch.Tensor:
         """[K] int64, ascending: all that may follow so many tokens; the last one again, up to a multiple of a unit.
@@ -92,9 +111,33 @@ class ConstraintTrie:
         return uploaded_once_for_search(tokens, self.tokens.device)
 
 
+class _ReadStates(NamedTuple):
+    """Of states or targets of any shape: where they are; and what is closed there, and by which search's nodes.
+
+    The last two are None where nothing is excluded; of states it is not said what is closed.
+    """
+
+    places: torch.Tensor
+    kinds: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+
+    def of_rows(self) -> _ReadStates:
+        """The same [..., 1], of what rows [...] may take."""
+        return _ReadStates(self.places[..., None], parts=None if self.parts is None else self.parts[..., None])
+
+    def move(self, places: torch.Tensor, kinds: torch.Tensor | None = None) -> torch.Tensor:
+        """States of the same searches in other places, or with what is closed there targets."""
+        if self.parts is None:
+            return places
+        of_search = self.parts << PART_BITS
+        return places + (of_search if kinds is None else of_search + (kinds << PLACE_BITS))
+
+
 @dataclass(frozen=True)
 class ConstraintAlongItems(Constraint):
     """Rows go along a catalog. The states [G, r] int64 are nodes, further by all nodes for each item that is complete.
+
+    Where items are excluded, they also say of which search the closed nodes are.
 
     Args:
         rules: How.
@@ -113,6 +156,18 @@ class ConstraintAlongItems(Constraint):
         state = 0 if self.rules.after is None else NOT_STARTED
         return torch.full((1, num_rows), state, dtype=torch.int64, device=device)
 
+    def closing(self, states: torch.Tensor, part: int) -> torch.Tensor:
+        """First states of a search whose closed nodes begin there, see `ClosedNodes.part`."""
+        return states + (part << PART_BITS)
+
+    def _read(self, states: torch.Tensor) -> _ReadStates:
+        """What states or targets say."""
+        if not self.rules.excludes:
+            return _ReadStates(states)
+        above = states - LEAST_PLACE
+        kinds = above >> PLACE_BITS & (1 << KIND_BITS) - 1
+        return _ReadStates((above & (1 << PLACE_BITS) - 1) + LEAST_PLACE, kinds, above >> PART_BITS)
+
     @property
     def num_ends(self) -> int:
         """See `Constraint`."""
@@ -121,10 +176,11 @@ class ConstraintAlongItems(Constraint):
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
         """See `Constraint`; stop tokens that follow an item aside."""
         trie, looks, after = self.trie, is_searched_on_host(states.device), self.rules.after
-        if after is not None and not (looks and bool((states != NOT_STARTED).all())):
+        places = self._read(states).places if looks else states
+        if after is not None and not (looks and bool((places != NOT_STARTED).all())):
             return vocab_size
         if looks:
-            node = states % trie.num_nodes
+            node = places % trie.num_nodes
             return max(int((trie.first_child[node + 1] - trie.first_child[node]).max()), 1)
         return self.most_children(length)
 
@@ -140,24 +196,30 @@ class ConstraintAlongItems(Constraint):
 
     def continuations(self, states: torch.Tensor, most: int) -> ConstrainedContinuations:
         """See `Constraint`."""
-        trie, rules, device = self.trie, self.rules, states.device
-        of_item, node = states // trie.num_nodes * trie.num_nodes, states % trie.num_nodes
+        trie, rules, device, read = self.trie, self.rules, states.device, self._read(states)
+        of_item, node = read.places // trie.num_nodes * trie.num_nodes, read.places % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
-        is_before = (states == NOT_STARTED)[..., None]
+        is_before = (read.places == NOT_STARTED)[..., None]
         every = search_numbers(most, device)
         nodes = start + every.int()
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
-        tokens, targets = trie.tokens[nodes].long(), nodes + of_item[..., None]
+        tokens, targets = trie.tokens[nodes].long(), nodes + read.move(of_item)[..., None]
+        if read.parts is not None:
+            closed = trie.closed.kinds_of_children(read.parts, start[..., 0].long(), most)
+            targets, exist = targets + (closed << PLACE_BITS), exist & (closed != IS_CLOSED)
         if rules.after is not None:
             is_stop = torch.zeros(most, dtype=torch.bool, device=device).index_fill_(
                 0, self._columns(most, device), True
             )
             tokens, exist = torch.where(is_before, every, tokens), torch.where(is_before, ~is_stop, exist)
-            targets = torch.where(is_before, torch.where(every == rules.after, 0, NOT_STARTED), targets)
+            free = torch.where(every == rules.after, 0, NOT_STARTED)
+            targets = torch.where(is_before, read.of_rows().move(free), targets)
         if not rules.ends_with_stop:
             return ConstrainedContinuations(tokens, targets, exist)
-        may_stop = self.outcomes(states).is_complete[..., None].expand(*states.shape, len(self.stops))
+        kinds = None if read.parts is None else trie.closed.kinds(read.parts, node)
+        ended = self.outcomes(read.move(read.places, kinds)).is_complete
+        may_stop = ended[..., None].expand(*states.shape, len(self.stops))
         stop_tokens = self._columns(MOST_TOKENS, device).expand_as(may_stop)
         stopped = stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop
         return ConstrainedContinuations(
@@ -166,37 +228,46 @@ class ConstraintAlongItems(Constraint):
 
     def outcomes(self, targets: torch.Tensor) -> ConstraintOutcomes:
         """See `Constraint`."""
-        trie, rules, node = self.trie, self.rules, targets % self.trie.num_nodes
-        is_item = trie.is_item[node] & (targets >= 0)
-        is_last = targets >= (rules.num_items - 1) * trie.num_nodes
-        is_stopped = targets == STOPPED
+        trie, rules, read = self.trie, self.rules, self._read(targets)
+        places, node = read.places, read.places % trie.num_nodes
+        is_item = self._is_item(node, read.kinds) & (places >= 0)
+        is_last = places >= (rules.num_items - 1) * trie.num_nodes
+        is_stopped = places == STOPPED
         is_complete = (is_item & is_last) | is_stopped
-        states = targets
+        after = places
         if rules.num_items > 1:
-            states = torch.where(is_item & ~is_last, (targets // trie.num_nodes + 1) * trie.num_nodes, targets)
+            after = torch.where(is_item & ~is_last, (places // trie.num_nodes + 1) * trie.num_nodes, places)
         ends = is_stopped if rules.ends_with_stop else is_complete
-        return ConstraintOutcomes(states, is_complete, ends, self._go_on(targets, node))
+        return ConstraintOutcomes(read.move(after), is_complete, ends, self._go_on(read, node))
 
     def go_on(self, targets: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        return self._go_on(targets, targets % self.trie.num_nodes)
+        read = self._read(targets)
+        return self._go_on(read, read.places % self.trie.num_nodes)
 
     def end(self, targets: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
+        (places, kinds, _), num_nodes = self._read(targets), self.trie.num_nodes
         if self.rules.ends_with_stop:
-            return targets == STOPPED
-        num_nodes = self.trie.num_nodes
-        return self.trie.is_item[targets % num_nodes] & (targets >= (self.rules.num_items - 1) * num_nodes)
+            return places == STOPPED
+        return self._is_item(places % num_nodes, kinds) & (places >= (self.rules.num_items - 1) * num_nodes)
 
-    def _go_on(self, targets: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-        trie, rules = self.trie, self.rules
+    def _is_item(self, node: torch.Tensor, kinds: torch.Tensor | None) -> torch.Tensor:
+        """Whether an item ends at nodes where this is closed."""
+        is_item = self.trie.is_item[node]
+        return is_item if kinds is None else is_item & (kinds & NO_ITEM_ENDS == 0)
+
+    def _go_on(self, read: _ReadStates, node: torch.Tensor) -> torch.Tensor:
+        (places, kinds, _), trie, rules = read, self.trie, self.rules
         goes_on = trie.first_child[node] < trie.first_child[node + 1]
+        if kinds is not None:
+            goes_on &= kinds & NO_WAY_ON == 0
         if rules.ends_with_stop:
-            goes_on |= trie.is_item[node]
+            goes_on |= self._is_item(node, kinds)
         elif rules.num_items > 1:
-            goes_on |= trie.is_item[node] & (targets < (rules.num_items - 1) * trie.num_nodes)
-        goes_on &= targets >= 0
-        return goes_on if rules.after is None else goes_on | (targets == NOT_STARTED)
+            goes_on |= self._is_item(node, kinds) & (places < (rules.num_items - 1) * trie.num_nodes)
+        goes_on &= places >= 0
+        return goes_on if rules.after is None else goes_on | (places == NOT_STARTED)
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
@@ -210,8 +281,8 @@ class ConstraintAlongItems(Constraint):
 
     def _targets(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What tokens that are no stops lead to, and whether there is such a way; of any shape."""
-        trie = self.trie
-        of_item, node = states // trie.num_nodes * trie.num_nodes, states % trie.num_nodes
+        trie, read = self.trie, self._read(states)
+        of_item, node = read.places // trie.num_nodes * trie.num_nodes, read.places % trie.num_nodes
         low, high = trie.first_child[node].long(), trie.first_child[node + 1].long()
         end = high
         for _ in range(max(trie.most_children).bit_length()):
@@ -220,11 +291,14 @@ class ConstraintAlongItems(Constraint):
             low, high = torch.where(is_right, middle + 1, low), torch.where(is_right, high, middle)
         nodes = low.clamp(max=trie.num_nodes - 1)
         targets, exist = nodes + of_item, (low < end) & (trie.tokens[nodes] == tokens)
+        kinds = None if read.parts is None else trie.closed.kinds(read.parts, nodes)
+        exist = exist if kinds is None else exist & (kinds != IS_CLOSED)
         if self.rules.after is not None:
-            is_before = states == NOT_STARTED
+            is_before = read.places == NOT_STARTED
             targets = torch.where(is_before, torch.where(tokens == self.rules.after, 0, NOT_STARTED), targets)
             exist = torch.where(is_before, ~torch.isin(tokens, self._columns(MOST_TOKENS, tokens.device)), exist)
-        return targets, exist
+            kinds = None if kinds is None else kinds.where(~is_before, 0)
+        return read.move(targets, kinds), exist
 
     def _columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[n] int64, stop tokens below a number."""

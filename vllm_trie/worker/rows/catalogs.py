@@ -10,6 +10,7 @@ import torch
 from vllm_trie import catalog as catalog_files
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.constraints.catalog import ConstraintTrie
+from vllm_trie.search.constraints.closed_nodes import ClosedNodes
 from vllm_trie.search.rules import SearchRules
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class RowCatalogs:
         self._device, self._room = device, room
         self.files = files
         self.tries: dict[str, ConstraintTrie] = {}
+        self.closed = ClosedNodes(device or torch.device("meta"))
 
     def with_small_levels(self, rules_of_groups: Mapping[str, SearchRules], most: int) -> set[str]:
         """The groups along catalogs of which no level has more than `most` tokens."""
@@ -68,8 +70,11 @@ class RowCatalogs:
             return
         for digest in changes.gone:
             self.tries.pop(digest, None)  # which not every worker has after a load that failed
+            self.closed.drop(digest)
         for content in changes.new.values():
             self._add(catalog_files.Catalog.from_bytes(content, checks=False))
+        for digest, nodes in changes.closed.items():
+            self.closed.add(digest, nodes)
 
     def _add(self, catalog: Catalog) -> None:
         if self._device is None or catalog.digest in self.tries:
@@ -77,7 +82,7 @@ class RowCatalogs:
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
         sizes = catalog.most_children, catalog.tokens_by_depth()
-        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, *sizes)
+        self.tries[catalog.digest] = ConstraintTrie(first_child, tokens, is_item, *sizes, self.closed)
 
 
 class TakesRowCatalogs:

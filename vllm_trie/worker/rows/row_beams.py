@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from vllm_trie.messages import Resumed
 from vllm_trie.search.beams import SearchBeams, States
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.constraints.constraint import NOTHING, Constraint, ConstraintSource
 from vllm_trie.search.constraints.grammar import unpacked_constraint_mask
 from vllm_trie.search.devices import uploaded_for_search
@@ -34,13 +35,23 @@ class RowBeams:
         self._rows = rows
         self._catalogs = catalogs
 
-    def begin(self, rules: SearchRules, resumed: Resumed | None) -> States:
-        """Of rows that enter: one without a token, or all that go on after a preemption."""
-        device = self._rows.device
+    def begin(self, rules: SearchRules, resumed: Resumed | None, excludes: str | None = None) -> States:
+        """Of rows that enter: one without a token, or all that go on after a preemption.
+
+        Args:
+            excludes: By which digest closed nodes are known, if there are any.
+        """
+        device, num_rows = self._rows.device, 1 if resumed is None else len(resumed.histories)
         keys = [key for key in self._constraints(rules) if key.source is ConstraintSource.LAST_STEP]
+        states = {key: key.begin(num_rows, device) for key in keys}
+        if excludes is not None:
+            part = self._catalogs.closed.part(excludes)
+            states = {
+                key: key.closing(state, part) if isinstance(key, ConstraintAlongItems) else state
+                for key, state in states.items()
+            }
         if resumed is None:
-            return {key: key.begin(1, device) for key in keys}
-        states = {key: key.begin(len(resumed.histories), device) for key in keys}
+            return states
         for tokens in uploaded_for_search(resumed.histories.astype(np.int64), device).T if keys else ():
             states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
         return states

@@ -93,7 +93,9 @@ class Selector:
         for group_id in context.entered:
             if group_id not in context.new_tokens_unknown:
                 group, step = self._groups[group_id], context.steps[group_id]
-                group.beams = group.beams._replace(states=self.row_beams.begin(group.rules, step.resumed))
+                group.beams = group.beams._replace(
+                    states=self.row_beams.begin(group.rules, step.resumed, step.excludes)
+                )
 
     def use(self, graphs: SelectionGraphs) -> None:
         """Take steps by these from now on."""

@@ -1,0 +1,149 @@
+"""Items of a catalog that a search must not return, as the nodes that are closed to it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from vllm_trie.catalog import Catalog
+from vllm_trie.catalog.arrays import catalog_level_starts
+from vllm_trie.options.shown import shown_option_name
+from vllm_trie.search.constraints.closed_nodes import IS_CLOSED, KIND_BITS, NO_ITEM_ENDS, NO_WAY_ON, NodeCodes
+
+
+@dataclass(frozen=True, eq=False)
+class Exclusion:
+    """What is closed to a search in one version of a catalog.
+
+    Args:
+        digest: By which equal ones are known.
+        nodes: What a device looks up.
+    """
+
+    digest: str
+    nodes: NodeCodes
+    num_items = 0  # that a device holds for it
+
+    @classmethod
+    def of(cls, catalog: Catalog, item_ids: np.ndarray, is_strict: bool = False) -> Self:
+        """Exclude all sequences of some items.
+
+        Args:
+            item_ids: [n] int64, ascending, each once.
+            is_strict: Refuse ids that no item has; else they are ignored.
+
+        Raises:
+            ValueError: an id is unknown, and `is_strict`.
+        """
+        ended, unknown = catalog.nodes_of_items(item_ids)
+        if is_strict and len(unknown):
+            raise ValueError(f"{unknown[0]} is no item of this catalog; leave it out")
+        return cls(_exclusion_digest(catalog.digest, item_ids), _closed_nodes(catalog, ended))
+
+    @property
+    def num_bytes_on_device(self) -> int:
+        """That it takes of `ClosedNodes`, and as much again, as these grow by doubling."""
+        return 2 * self.nodes.codes.nbytes
+
+
+@dataclass(frozen=True)
+class SentExclusion:
+    """The items that a request must not return, on their way to the engine.
+
+    Args:
+        item_ids: [n] int64 in bytes, ascending, each once.
+        catalog: The digest of the version for which the front end has looked them up.
+        codes: [m] int64 in bytes, and `most_together`: the `NodeCodes` there.
+    """
+
+    item_ids: bytes
+    catalog: str
+    codes: bytes
+    most_together: int
+
+    @classmethod
+    def of(cls, catalog: Catalog, item_ids: Any) -> Self:
+        """Look ids up, each of which must be an item's.
+
+        Raises:
+            ValueError: one is not.
+        """
+        ids = np.sort(np.array(item_ids, np.int64))
+        ids = ids[np.append(True, ids[1:] != ids[:-1])[: len(ids)]]
+        nodes = Exclusion.of(catalog, ids, is_strict=True).nodes
+        return cls(ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)
+
+    def exclusion(self, catalog: Catalog, others: np.ndarray | None) -> Exclusion:
+        """What is closed in a version of the catalog, with other items [n] int64 that a list excludes."""
+        ids = np.frombuffer(self.item_ids, np.int64)
+        if others is not None:
+            return Exclusion.of(catalog, np.union1d(ids, others))
+        if catalog.digest != self.catalog:
+            return Exclusion.of(catalog, ids)
+        nodes = NodeCodes(np.frombuffer(self.codes, np.int64), self.most_together)
+        return Exclusion(_exclusion_digest(catalog.digest, ids), nodes)
+
+
+def read_item_list(path: str) -> np.ndarray:
+    """The ids [n] int64, ascending, each once, of a file with one per line; blank lines are skipped.
+
+    Raises:
+        ValueError: it cannot be read, or has what is no id.
+    """
+    try:
+        return np.unique(np.array(Path(path).read_text().split(), np.int64))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; pass a file with one item id per line") from None
+    except (ValueError, OverflowError) as error:
+        why = shown_option_name(str(error))
+        raise ValueError(f"{path} is no list of items: {why}; write one id per line, an integer") from None
+
+
+def _exclusion_digest(catalog: str, item_ids: np.ndarray) -> str:
+    """Of a catalog's digest, and of ids [n] int64."""
+    return hashlib.sha256(catalog.encode() + item_ids.tobytes()).hexdigest()
+
+
+def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
+    """What is closed where items end no more.
+
+    A node is dead if no item ends there and all of its children are dead; so it goes from the leaves up. What is below
+    a node without a way on is left out, as no search comes there. The root is never closed.
+
+    Args:
+        ended: [n] int32, ascending: where these items end.
+    """
+    first_child, is_item, parents, levels = catalog.first_child, catalog.is_item, catalog.parents, list[np.ndarray]()
+    most_together, shut = 0, ended[:0]  # nodes of the next level up, all of whose children are dead
+    for start in reversed(catalog_level_starts(first_child)[1:-1]):
+        at = ended.searchsorted(start)
+        ended, here = ended[:at], ended[at:]
+        nodes, kinds = (
+            np.append(here, shut),
+            np.repeat(np.array([NO_ITEM_ENDS, NO_WAY_ON], np.int8), [len(here), len(shut)]),
+        )
+        if len(shut):
+            order = nodes.argsort(kind="stable")
+            nodes, kinds = nodes[order], kinds[order]
+            is_again = np.append(False, nodes[1:] == nodes[:-1])
+            kinds[:-1] |= kinds[1:] * is_again[1:]
+            nodes, kinds = nodes[~is_again], kinds[~is_again]
+        num_children = first_child[nodes + 1] - first_child[nodes]
+        is_dead = (kinds | ~is_item[nodes] * NO_ITEM_ENDS | (num_children == 0) * NO_WAY_ON) == IS_CLOSED
+        kinds[is_dead] = IS_CLOSED
+        own = parents[nodes]  # ascending, as nodes are
+        first = np.flatnonzero(np.append(True, own[1:] != own[:-1])[: len(own)])
+        num_closed, num_dead = (
+            np.diff(first, append=len(own)),
+            np.diff(np.append(0, is_dead.cumsum())[np.append(first, -1)]),
+        )
+        above = own[first]
+        is_shut = (num_dead == first_child[above + 1] - first_child[above]) & (above > 0)
+        shut, is_left = above[is_shut], np.repeat(~is_shut, num_closed)
+        levels.append((nodes.astype(np.int64) << KIND_BITS | kinds)[is_left])
+        most_together = max(most_together, int(num_closed[~is_shut].max(initial=0)))
+    return NodeCodes(np.concatenate(levels[::-1]), most_together)
