@@ -69,6 +69,11 @@ class ClosedNodes:
         """Where the closed nodes of a search begin, in parts; None: it has none."""
         return 0 if digest is None else self._parts[digest].start
 
+    @property
+    def for_kernels(self) -> tuple[torch.Tensor, int]:
+        """What kernels look up, and with how many bits they count codes of a search."""
+        return self.codes, self.num_bits
+
     def kinds(self, parts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         """What is closed at nodes of any shape, 0 where nothing is, in searches that begin at these parts."""
         first, codes = parts * PART + 1, self.codes

@@ -18,6 +18,7 @@ from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import SLOTS
+from vllm_trie.worker.kernels.closed_nodes import NO_ITEM_ENDS, PART_BITS, kinds_in_kernel, read_states_in_kernel
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
@@ -98,7 +99,7 @@ class KernelDecision:
         keys: torch.Tensor,
         places: torch.Tensor,
         sampled: torch.Tensor,
-        nodes: tuple[torch.Tensor | None, ...] = (None,) * 4,
+        nodes: tuple[torch.Tensor | int | None, ...] = (*(None,) * 5, 0),
         along: Constraint | None = None,
     ) -> PackedSearchStep:
         """Say what finishes, and what goes on in which slot, of what is ranked.
@@ -106,7 +107,8 @@ class KernelDecision:
         Args:
             keys: In two lists: of few beams [2, R, kept], of many [2, G, K].
             places, sampled: See `TakeStep`.
-            nodes: Of a catalog: where rows are, first children of nodes, their tokens, and which are items.
+            nodes: Of a catalog: where rows are, first children of nodes, their tokens, which are items, and what is
+                closed, see `kinds_in_kernel`.
             along: This catalog.
         """
         num_groups, device = len(places) // self._num_rows, keys.device
@@ -249,10 +251,10 @@ def num_before_in_kernel(keys, others, count, num_bits):
 
 
 @triton.jit
-def nodes_in_kernel(parent, child, score, states, first_node):
-    """Nodes that continuations along a catalog lead to; the root where there is none."""
-    node = tl.load(first_node + tl.load(states + parent)) + child
-    return tl.where(score > float("-inf"), node, 0)
+def nodes_in_kernel(parent, child, score, states, first_node, closed):
+    """Nodes that continuations along a catalog lead to, the root where there is none; and of which search they are."""
+    node, part = read_states_in_kernel(tl.load(states + parent), closed)
+    return tl.where(score > float("-inf"), tl.load(first_node + node) + child, 0), part
 
 
 @triton.jit
@@ -284,9 +286,9 @@ def put_ended_in_kernel(at, parent, token, score, mask, first, ended, num_ended,
 @triton.jit
 def decide_in_kernel(
     going, ending, count, num_bits, num_places, num_rows, width, most, may_end, semantics, is_last, first_child, dead,
-    states, first_node, node_tokens, is_item, targets, first, next_parents, next_tokens, next_scores, words, num_ints,
-    num_beams, places, num_placed, sampled, sampled_stride, ended, most_ended, num_ended, ended_with,
-    part: tl.constexpr,
+    states, first_node, node_tokens, is_item, closed, closed_bits, targets, first, next_parents, next_tokens,
+    next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended, most_ended, num_ended,
+    ended_with, part: tl.constexpr,
 ):  # fmt: skip
     """Decide for one group, and write it.
 
@@ -329,8 +331,12 @@ def decide_in_kernel(
         ends, at = score > float("-inf"), rank
         num_ending += tl.sum(ends.to(tl.int32), axis=0)
         if states is not None:
-            node = nodes_in_kernel(parent, token, score, states, first_node)
-            token, ends = tl.load(node_tokens + node), ends & (tl.load(is_item + node) != 0)
+            node, of_search = nodes_in_kernel(parent, token, score, states, first_node, closed)
+            kind = kinds_in_kernel(node, ends, of_search, closed, closed_bits)
+            token, ends = (
+                tl.load(node_tokens + node),
+                ends & (tl.load(is_item + node) != 0) & (kind & NO_ITEM_ENDS == 0),
+            )
         elif semantics != VLLM:
             key = tl.load(ending + rank, mask=rank < count, other=LAST_KEY)
             num_going = tl.minimum(num_before_in_kernel(key, going, count, num_bits), most)
@@ -341,7 +347,7 @@ def decide_in_kernel(
         parent, token, score = continuations_in_kernel(going, rank, count, num_places)
         is_going, num_living = going_on_in_kernel(score, num_living, most)
         if states is not None:
-            node = nodes_in_kernel(parent, token, score, states, first_node)
+            node, of_search = nodes_in_kernel(parent, token, score, states, first_node, closed)
             token = tl.load(node_tokens + node)
         elif is_last:
             key, num_before = tl.load(going + rank, mask=rank < count, other=LAST_KEY), tl.zeros([part], tl.int32)
@@ -354,21 +360,21 @@ def decide_in_kernel(
         slot, num_others = slots_in_kernel(rank, parent, is_going, first_child, dead, num_others)
         put_beams_in_kernel(slot, parent, token, score, is_going, first, *of_beams, *of_words, *of_rows)
         if states is not None:
-            tl.store(targets + slot, node.to(tl.int64), mask=is_going)
+            tl.store(targets + slot, node.to(tl.int64) + (of_search << PART_BITS), mask=is_going)
 
 
 @triton.jit(
     do_not_specialize=[
         *("of_group", "kept", "count", "num_bits", "num_places", "num_rows", "width", "going", "ending", "semantics"),
-        *("num_key_bits", "is_last", "num_words", "num_ints", "num_ended", "sampled_stride"),
+        *("num_key_bits", "is_last", "closed_bits", "num_words", "num_ints", "num_ended", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["states", "targets", "next_tokens", "places", "sampled"],
 )
 def _select_kernel(
     keys, of_group, kept, count, num_bits, num_places, num_rows, width, going, ending, semantics, num_key_bits, is_last,
-    room, states, first_node, node_tokens, is_item, targets, next_parents, next_tokens, next_scores, words, num_words,
-    num_ints, num_ended, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
-    at_a_time: tl.constexpr, slots: tl.constexpr, part: tl.constexpr,
+    room, states, first_node, node_tokens, is_item, closed, closed_bits, targets, next_parents, next_tokens,
+    next_scores, words, num_words, num_ints, num_ended, places, sampled, sampled_stride, per_row: tl.constexpr, lanes:
+    tl.constexpr, at_a_time: tl.constexpr, slots: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """Say of each group what finishes, and what goes on in which slot: a program per group.
 
@@ -399,7 +405,8 @@ def _select_kernel(
     by_slot, words = group * width, words + group * num_words
     decide_in_kernel(
         of_going, of_ending, count, num_bits, num_places, num_rows, width, going, ending > 0, semantics, is_last,
-        first_child, dead, states, first_node, node_tokens, is_item, targets, 0, next_parents + by_slot,
-        next_tokens + by_slot, next_scores + by_slot, words, num_ints, width, places + group * num_rows, num_rows,
-        sampled, sampled_stride, words + 2 * width, num_ended, num_ended, words + num_ints + width, part,
+        first_child, dead, states, first_node, node_tokens, is_item, closed, closed_bits, targets, 0,
+        next_parents + by_slot, next_tokens + by_slot, next_scores + by_slot, words, num_ints, width,
+        places + group * num_rows, num_rows, sampled, sampled_stride, words + 2 * width, num_ended, num_ended,
+        words + num_ints + width, part,
     )  # fmt: skip

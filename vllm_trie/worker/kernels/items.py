@@ -9,6 +9,7 @@ children hold the best K, as in `wide_keys`: two launches, and two of `torch.top
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from vllm_trie.search.devices import search_numbers
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes
+from vllm_trie.worker.kernels.closed_nodes import IS_CLOSED, NO_WAY_ON, kinds_in_kernel, read_states_in_kernel
 from vllm_trie.worker.kernels.order_keys import (
     LAST_KEY,
     PLACE_BITS,
@@ -94,9 +96,7 @@ def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: f
     among_all = kernel_sizes_to_rank_items(cdiv(sizes.vocab_size, BLOCK), children)
     among_children = kernel_sizes_to_rank_items(1, children)
 
-    def launch(
-        tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
-    ) -> KernelKeys:
+    def launch(tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: Any) -> KernelKeys:
         of_level, compiled = (NO_LEVEL, among_all) if level is None else (_level_arguments(level), among_children)
         keys = torch.empty(2, scores.numel(), KEPT.value, dtype=torch.int64, device=scores.device)
         normal = torch.empty(scores.numel(), 2, dtype=torch.float32, device=scores.device)
@@ -119,9 +119,7 @@ def rank_items_of_many_by_kernels(sizes: KernelStepSizes, count: int, log_min_p:
     num_places, among_children = kernel_places_for_items(sizes), kernel_sizes_to_rank_tiles(1)
     among_all = kernel_sizes_to_rank_tiles(cdiv(sizes.vocab_size, BLOCK))
 
-    def launch(
-        tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: torch.Tensor
-    ) -> KernelKeys:
+    def launch(tiles: KernelTiles, scores: torch.Tensor, level: torch.Tensor | None, *nodes: Any) -> KernelKeys:
         of_level, compiled = (NO_LEVEL, among_all) if level is None else (_level_arguments(level), among_children)
         nodes_and_level = *nodes, *of_level
         (num_groups, num_rows), num_lists = scores.shape, 2 * len(scores)
@@ -147,13 +145,20 @@ def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]
 
 
 @triton.jit
-def item_keys_in_kernel(node, exists, place, logprob, least, score, first_child):
-    """Order keys of children that have children, and of all."""
+def item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_child):
+    """Order keys of children that have a way on, and of all."""
     logprob = tl.where(logprob < least, float("-inf"), logprob)
     own = tl.where(exists, order_key_in_kernel(logprob + score, place), LAST_KEY)
     begin = tl.load(first_child + node, mask=exists, other=0)
     end = tl.load(first_child + node + 1, mask=exists, other=0)
-    return tl.where(begin < end, own, LAST_KEY), own
+    return tl.where((begin < end) & (kind & NO_WAY_ON == 0), own, LAST_KEY), own
+
+
+@triton.jit
+def children_in_kernel(node, exists, part, closed, closed_bits):
+    """Which children of a row's node there are that are not closed, and what else is closed there."""
+    kind = kinds_in_kernel(node, exists, part, closed, closed_bits)
+    return exists & (kind != IS_CLOSED), kind
 
 
 @triton.jit
@@ -183,20 +188,23 @@ def sum_in_kernel(logit, highest):
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count", "num_level", "level_bits"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count", "closed_bits", "num_level", "level_bits"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_items_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    count, log_min_p, states, first_child, node_tokens, level, num_level, level_bits, keys, normal, blocks:
-    tl.constexpr, children: tl.constexpr,
+    count, log_min_p, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys, normal,
+    blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's children that have children, and the best of all: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
     normal += 2 * row
-    values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
-    node = tl.load(first_child + parent) + child
-    exists, place = node < tl.load(first_child + parent + 1), (row % num_rows) * children + child
+    values, (parent, part) = (
+        logits + tl.load(index + row) * stride,
+        read_states_in_kernel(tl.load(states + row), closed),
+    )
+    node, place = tl.load(first_child + parent) + child, (row % num_rows) * children + child
+    exists, kind = children_in_kernel(node, node < tl.load(first_child + parent + 1), part, closed, closed_bits)
     at = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
     if level is None:
         score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
@@ -206,7 +214,7 @@ def _rank_items_kernel(
         score = subtracted_in_kernel(highest, sum_in_kernel(logit, highest), scores, row, normal)
     logprob = logprobs_in_kernel(values, normal, at, vocab_size, classes, temperature, ALLOWED)
     least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
-    going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
+    going, own = item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_child)
     num_rows_in_all = tl.num_programs(0).to(tl.int64)
     last = cutoff_in_kernel(going, count, NUM_BITS)
     keep_keys_in_kernel(going, (going < LAST_KEY) & (going <= last), keys + row.to(tl.int64) * KEPT, 0, KEPT)
@@ -220,13 +228,15 @@ def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "num_places", "num_level", "level_bits"],
+    do_not_specialize=[
+        *("vocab_size", "num_blocks", "num_rows", "num_places", "closed_bits", "num_level", "level_bits"),
+    ],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_item_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    num_places, log_min_p, states, first_child, node_tokens, level, num_level, level_bits, keys, of_rows, blocks:
-    tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
+    num_places, log_min_p, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys,
+    of_rows, blocks: tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """The keys of the best of each tile of children of a row's node that have children themselves, and of all.
 
@@ -238,9 +248,12 @@ def _rank_item_tiles_kernel(
     """
     row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), num_places // tile
     of_rows += row * OF_ROW
-    values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
+    values, (parent, own_part) = (
+        logits + tl.load(index + row) * stride,
+        read_states_in_kernel(tl.load(states + row), closed),
+    )
     first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
-    of_level = node_tokens, level, num_level, level_bits
+    of_level, of_search = (node_tokens, level, num_level, level_bits), (own_part, closed, closed_bits)
     if level is None:
         score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     else:
@@ -248,33 +261,36 @@ def _rank_item_tiles_kernel(
         total = tl.sum(tl.zeros([part], tl.float32), axis=0)
         for start in range(0, num_places, part):
             node = first + start + tl.arange(0, part)
-            at = places_in_kernel(node, node < end, *of_level)
-            logit = child_logits_in_kernel(values, at, node < end, vocab_size, classes, temperature)
+            exists, _ = children_in_kernel(node, node < end, *of_search)
+            at = places_in_kernel(node, exists, *of_level)
+            logit = child_logits_in_kernel(values, at, exists, vocab_size, classes, temperature)
             highest = tl.maximum(highest, tl.max(logit, axis=0))
         for start in range(0, num_places, part):
             node = first + start + tl.arange(0, part)
-            at = places_in_kernel(node, node < end, *of_level)
-            logit = child_logits_in_kernel(values, at, node < end, vocab_size, classes, temperature)
+            exists, _ = children_in_kernel(node, node < end, *of_search)
+            at = places_in_kernel(node, exists, *of_level)
+            logit = child_logits_in_kernel(values, at, exists, vocab_size, classes, temperature)
             total += sum_in_kernel(logit, highest)
         score = subtracted_in_kernel(highest, total, scores, row, of_rows)
     least = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
     if log_min_p > float("-inf"):
         for start in range(0, num_places, part):
             node = first + start + tl.arange(0, part)
-            at = places_in_kernel(node, node < end, *of_level)
+            exists, _ = children_in_kernel(node, node < end, *of_search)
+            at = places_in_kernel(node, exists, *of_level)
             logprob = logprobs_in_kernel(values, of_rows, at, vocab_size, classes, temperature, ALLOWED)
-            least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
+            least = tl.maximum(least, tl.max(tl.where(exists, logprob, float("-inf")), axis=0))
         least += log_min_p
     tl.store(of_rows + LEAST, least)
     tl.store(of_rows + SCORE, score)
     keys += row * num_tiles
     for start in range(0, num_places, part):
         child = start + tl.arange(0, part)
-        exists = (child < num_places) & (first + child < end)
+        exists, kind = children_in_kernel(first + child, (child < num_places) & (first + child < end), *of_search)
         of_logit = places_in_kernel(first + child, exists, *of_level)
         logprob = logprobs_in_kernel(values, of_rows, of_logit, vocab_size, classes, temperature, ALLOWED)
         place, at = (row % num_rows) * num_places + child, start // tile + tl.arange(0, part // tile)
-        going, own = item_keys_in_kernel(first + child, exists, place, logprob, least, score, first_child)
+        going, own = item_keys_in_kernel(first + child, exists, kind, place, logprob, least, score, first_child)
         best = tl.min(tl.reshape(going, [part // tile, tile]), axis=1)
         tl.store(keys + at, best, mask=at < num_tiles)
         best = tl.min(tl.reshape(own, [part // tile, tile]), axis=1)
@@ -283,14 +299,14 @@ def _rank_item_tiles_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_chosen", "num_groups", "num_rows", "num_places", "num_level", "level_bits"),
+        *("vocab_size", "num_chosen", "num_groups", "num_rows", "num_places", "closed_bits", "num_level", "level_bits"),
     ],
     do_not_specialize_on_alignment=["index", "states"],
 )
 def _rank_items_of_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
-    num_rows, num_places, states, first_child, node_tokens, level, num_level, level_bits, keys, tile: tl.constexpr,
-    lanes: tl.constexpr,
+    num_rows, num_places, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys,
+    tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
     number = tl.program_id(1).to(tl.int64)
@@ -298,12 +314,13 @@ def _rank_items_of_tiles_kernel(
     place = place_of_best // tile * tile + child
     row, child = place // num_places, place % num_places
     of_row = number % num_groups * num_rows + row
-    parent = tl.load(states + of_row)
+    parent, part = read_states_in_kernel(tl.load(states + of_row), closed)
     node = tl.load(first_child + parent) + child
     exists &= node < tl.load(first_child + parent + 1)
+    exists, kind = children_in_kernel(node, exists, part, closed, closed_bits)
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
     token = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
     logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
     least, score = tl.load(of_rows + LEAST), tl.load(of_rows + SCORE)
-    going, own = item_keys_in_kernel(node, exists, place, logprob, least, score, first_child)
+    going, own = item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_child)
     tl.store(keys + number * num_chosen * tile + at, tl.where(number < num_groups, going, own), mask=has_room)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -51,6 +52,7 @@ from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, lau
 MOST_BLOCKS = 128  # of a row, that kernels are compiled for which rank many beams
 MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses of many: it is counted what is better in each row
 VLLM = BestStrategy("vllm")
+NOTHING_CLOSED = None, 0  # see `kinds_in_kernel`
 
 
 def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
@@ -103,11 +105,13 @@ class KernelStep(TakeStep):
         logits, scores = logits._replace(temperature=self._temperature), beams.scores.contiguous()
         if self._is_along:
             ((along, states),) = cast(dict[ConstraintAlongItems, torch.Tensor], beams.states).items()
-            nodes = states.contiguous(), along.trie.first_child, along.trie.tokens
+            trie = along.trie
+            nodes = states.contiguous(), trie.first_child, trie.tokens
             level = kernel_level_of(logits) if self._is_among_children else None
             tiles = launch_tile_maxima(logits) if level is None else KernelTiles(logits.arguments)
-            keys = self._rank(tiles, scores, level, *nodes).keys
-            return self._decide(keys, places, sampled, (*nodes, along.trie.is_item.view(torch.int8)), along)
+            closed = trie.closed.for_kernels if along.rules.excludes else NOTHING_CLOSED
+            keys = self._rank(tiles, scores, level, *nodes, *closed).keys
+            return self._decide(keys, places, sampled, (*nodes, trie.is_item.view(torch.int8), *closed), along)
         tiles = launch_tile_maxima(logits)
         taken = self._decide(self._rank(tiles, scores).keys, places, sampled)
         if self._report is not None:
@@ -158,8 +162,8 @@ def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
     for width in (*kernel_slots_up_to(most_beams), SLOTS[-1] + 1):
         yield SearchRules(width, BestStrategy(), StopConstraints((0,)))
         yield SearchRules(width, VLLM, StopConstraints((0,)))
-        for renormalizes in (False, True):
-            items = ItemConstraint("", renormalizes=renormalizes)
+        for renormalizes, excludes in product((False, True), repeat=2):
+            items = ItemConstraint("", renormalizes=renormalizes, excludes=excludes)
             yield SearchRules(width, BestStrategy(), constraints=(items,))
     for num_logprobs in REPORTED:
         yield SearchRules(SLOTS[0], BestStrategy(), num_logprobs=num_logprobs)
