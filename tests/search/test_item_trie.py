@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.items import along_of
+from tests.support.items import along_of, first_states_of
 from tests.support.phrases import Phrases, boost_of
 from tests.support.steps import rules_of, shortcuts
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ItemConstraint
 from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
 from vllm_trie.search.filters import SearchPruning
@@ -79,22 +79,37 @@ def prefix_free(items: list[Sequence]) -> list[Sequence]:
     return [item for item in items if not any(item != other and other == item[: len(other)] for other in items)]
 
 
+class Search(NamedTuple):
+    items: list[Sequence]
+    rules: ItemConstraint
+    excluded: list[Sequence]
+
+    def along(self, stops: tuple[int, ...]) -> ConstraintAlongItems:
+        return along_of(self.items, self.rules, stops, excluded=self.excluded)
+
+    def plain(self, stops: tuple[int, ...]) -> Plain:
+        return Plain([item for item in self.items if item not in self.excluded], self.rules, stops)
+
+
 @st.composite
-def searches(draw: Any) -> tuple[list[Sequence], ItemConstraint]:
+def searches(draw: Any) -> Search:
     num_items, items = draw(st.integers(1, 3)), draw(item_sets)
-    after = draw(st.sampled_from([None, AFTER]))
-    rules = ItemConstraint("", num_items, after, draw(st.booleans()), draw(st.booleans()))
-    return (prefix_free(items) if num_items > 1 else items), rules
+    after, excluded = draw(st.sampled_from([None, AFTER])), list[Sequence]()
+    rules = ItemConstraint("", num_items, after, *(draw(st.booleans()) for _ in range(3)))
+    items = prefix_free(items) if num_items > 1 else items
+    if rules.excludes:
+        excluded = draw(st.lists(st.sampled_from(items), unique=True))
+        if after is not None:
+            excluded = [item for item in excluded if item != items[0]]
+    return Search(items, rules, excluded)
 
 
 @settings(max_examples=60)
 @given(searches(), st.lists(st.integers(0, VOCAB - 3), max_size=9), st.booleans())
-def test_ways_and_states_are_those_of_the_definition(
-    search: tuple[list[Sequence], ItemConstraint], choices: list[int], looks: bool
-) -> None:
-    (items, rules), stops = search, (STOP, OTHER_STOP)
-    along, plain, path = along_of(items, rules, stops), Plain(items, rules, stops), ()
-    state = along.begin(1, CPU)
+def test_ways_and_states_are_those_of_the_definition(search: Search, choices: list[int], looks: bool) -> None:
+    rules, stops = search.rules, (STOP, OTHER_STOP)
+    along, plain, path = search.along(stops), search.plain(stops), ()
+    state = first_states_of(along)
     for choice in choices:
         with shortcuts(looks):
             ways = along.continuations(state, along.most_continuations(state, VOCAB))
@@ -124,13 +139,11 @@ def test_ways_and_states_are_those_of_the_definition(
 
 @settings(max_examples=60)
 @given(searches(), st.integers(0, 1000))
-def test_masked_log_probabilities_are_those_of_ways_that_go_on(
-    search: tuple[list[Sequence], ItemConstraint], seed: int
-) -> None:
-    (items, rules), stops = search, (STOP, OTHER_STOP)
-    along, plain = along_of(items, rules, stops), Plain(items, rules, stops)
+def test_masked_log_probabilities_are_those_of_ways_that_go_on(search: Search, seed: int) -> None:
+    stops = STOP, OTHER_STOP
+    along, plain = search.along(stops), search.plain(stops)
     logprobs = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
-    masked = along.narrow(logprobs, along.begin(1, CPU))
+    masked = along.narrow(logprobs, first_states_of(along))
     may = [token not in stops and plain.begins((token,)) and bool(plain.ways((token,))) for token in range(VOCAB)]
     expected = logprobs.where(torch.tensor([[may]]), -math.inf)
     assert torch.equal(masked, expected)
@@ -202,23 +215,18 @@ all_besides = st.builds(
 
 @settings(max_examples=60)
 @given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
-def test_steps_are_those_of_a_plain_loop(
-    search: tuple[list[Sequence], ItemConstraint], width: int, seed: int, looks: bool, besides: Besides
-) -> None:
-    (items, item_rules), (ngram_size, phrases, margin) = search, besides
+def test_steps_are_those_of_a_plain_loop(search: Search, width: int, seed: int, looks: bool, besides: Besides) -> None:
+    ngram_size, phrases, margin = besides
     if phrases:
-        item_rules = replace(item_rules, renormalizes=False)
-    stops = (STOP, OTHER_STOP)
-    along, plain, random = (
-        along_of(items, item_rules, stops),
-        Plain(items, item_rules, stops),
-        torch.Generator().manual_seed(seed),
-    )
+        search = search._replace(rules=replace(search.rules, renormalizes=False))
+    item_rules, stops, random = search.rules, (STOP, OTHER_STOP), torch.Generator().manual_seed(seed)
+    along, plain = search.along(stops), search.plain(stops)
     boosts = [PhraseBoostConstraint.of(phrases)] if phrases else []
     pruning = SearchPruning() if margin == math.inf else SearchPruning(absolute=margin)
     rules = rules_of(width, stops=stops, constraints=(item_rules, *boosts), pruning=pruning)
     slots: list[Beam | None] = [Beam((), 0.0)]
-    state = SearchBeams(torch.zeros(1, 1), states={key: key.begin(1, CPU) for key in (along, *boosts)})
+    begun = {along: first_states_of(along), **{key: key.begin(1, CPU) for key in boosts}}
+    state = SearchBeams(torch.zeros(1, 1), states=begun)
     for number in range(8):
         rules = rules._replace(is_last=number == 7)
         logits = torch.randn(1, len(slots), VOCAB, generator=random)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from vllm_trie.catalog import Catalog
+from vllm_trie.engine.exclusion import Exclusion
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 
 EOS = 1
+EXCLUDED = "excluded"
 Item = tuple[int, ...]
 
 
@@ -24,13 +27,28 @@ def random_items(count: int, lengths: Sequence[int], seed: int = 0, tokens: tupl
 
 
 def along_of(
-    items: Sequence[Item], rules: ItemConstraint, stops: tuple[int, ...] = (), device: str = "cpu"
+    items: Sequence[Item],
+    rules: ItemConstraint,
+    stops: tuple[int, ...] = (),
+    device: str = "cpu",
+    excluded: Sequence[Item] = (),
 ) -> ConstraintAlongItems:
-    """The constraint that holds rows to them, on a device."""
+    """The constraint that holds rows to them, on a device, but for those that are excluded if `rules` say so."""
     catalog = Catalog.from_sequences(items)
     arrays = (torch.tensor(array, device=device) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
     trie = ConstraintTrie(*arrays, catalog.most_children, catalog.tokens_by_depth())
+    if rules.excludes:
+        index = {item: number for number, item in reversed([*enumerate(items)])}
+        for name, some in (("others", items[:1]), (EXCLUDED, excluded)):
+            ids = np.array(sorted({index[item] for item in some}), np.int64)
+            trie.closed.add(name, Exclusion.of(catalog, ids).nodes)
     return ConstraintAlongItems(rules, trie, stops)
+
+
+def first_states_of(along: ConstraintAlongItems, states: torch.Tensor | None = None) -> torch.Tensor:
+    """[1, 1] of a hypothesis without a token, or other states, where what `along_of` was given is closed."""
+    states = along.begin(1, along.trie.tokens.device) if states is None else states
+    return along.closing(states, along.trie.closed.part(EXCLUDED)) if along.rules.excludes else states
 
 
 def along(items: Sequence[Item], prompt: list[int], ends: int | None = EOS) -> Callable[[int, torch.Tensor], list[int]]:

@@ -13,11 +13,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.items import along_of, random_items
+from tests.support.items import along_of, first_states_of, random_items
 from tests.support.steps import rules_of
 from vllm_trie.search import step as search_step
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import SearchFilters
@@ -313,12 +313,13 @@ ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning
 
 
 @pytest.mark.parametrize("at_root", [True, False])
-@pytest.mark.parametrize("has_ties", [True, False])
+@pytest.mark.parametrize(("has_ties", "excludes"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("are_barred", "num_beams"), [(False, None), (False, 2), (True, None)])
 def test_kernels_take_the_step_of_torch_along_a_catalog(
-    at_root: bool, has_ties: bool, are_barred: bool, num_beams: int | None
+    at_root: bool, has_ties: bool, excludes: bool, are_barred: bool, num_beams: int | None
 ) -> None:
-    num_groups, width, along = 2, 3, along_of(ITEMS, ItemConstraint("items"), device=DEVICE)
+    num_groups, width, item_rules = 2, 3, ItemConstraint("items", excludes=excludes)
+    along = along_of(ITEMS, item_rules, device=DEVICE, excluded=ITEMS[::2])
     rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
     problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
     states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random).to(DEVICE)
@@ -328,7 +329,7 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
     if at_root:
         states.zero_()
         problem.scores[1, 1:] = NEVER
-    beams = SearchBeams(problem.scores, states={along: states})
+    beams = SearchBeams(problem.scores, states={along: first_states_of(along, states)})
     sizes = KernelStepSizes.of(beams, 70)
     assert step.can_take_by_kernels(rules, sizes)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
@@ -355,16 +356,20 @@ OF_MANY_CHILDREN = [
     *((7, own) for own in range(70, 150)),
 ]
 MANY_CHILDREN = along_of(OF_MANY_CHILDREN, ItemConstraint("items"), device=DEVICE)
+SOME_CLOSED = along_of(
+    OF_MANY_CHILDREN, ItemConstraint("items", excludes=True), device=DEVICE, excluded=OF_MANY_CHILDREN[::3]
+)
 NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
 
 
 @st.composite
 def problems_along_items(draw: st.DrawFn) -> Problem:
+    along = draw(st.sampled_from([MANY_CHILDREN, SOME_CLOSED]))
     rules = rules_of(
         draw(st.integers(1, 7)),
         stops=draw(st.sampled_from([(), (4,)])),
         are_barred=draw(st.booleans()),
-        constraints=(MANY_CHILDREN.rules,),
+        constraints=(along.rules,),
         num_beams=draw(st.sampled_from([None, 1])),
         filters=draw(st.sampled_from([SearchFilters(), SearchFilters(0.7, 0.5)])),
     )
@@ -372,7 +377,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
     num_groups, num_rows, _ = problem.shape
     nodes = torch.tensor(draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)))
     which = torch.randint(len(nodes), (num_groups, num_rows), generator=problem.random)
-    problem.states = {MANY_CHILDREN: nodes[which].to(DEVICE)}
+    problem.states = {along: first_states_of(along, nodes[which].to(DEVICE))}
     return problem
 
 
@@ -392,10 +397,10 @@ def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int,
         check(problem)
 
 
-RENORMALISED = along_of(
-    [tuple(3 * token + 1 for token in item) for item in OF_MANY_CHILDREN],
-    ItemConstraint("items", renormalizes=True),
-    device=DEVICE,
+SPREAD = [tuple(3 * token + 1 for token in item) for item in OF_MANY_CHILDREN]
+RENORMALISED, SOME_RENORMALISED = (
+    along_of(SPREAD, ItemConstraint("items", renormalizes=True, excludes=excludes), device=DEVICE, excluded=SPREAD[::3])
+    for excludes in (False, True)
 )
 
 
@@ -408,15 +413,19 @@ RENORMALISED = along_of(
         pytest.param(SearchFilters(0.7, 0.2), id="filtered"),
     ],
 )
-@pytest.mark.parametrize("nodes", [(0,), NODES], ids=["at the root", "anywhere"])
+@pytest.mark.parametrize(
+    ("nodes", "along"),
+    [((0,), RENORMALISED), (NODES, RENORMALISED), (NODES, SOME_RENORMALISED)],
+    ids=["at the root", "anywhere", "some excluded"],
+)
 def test_kernels_renormalise_as_torch_does_of_all_tokens(
-    is_wide: bool, is_narrow: bool, filters: SearchFilters, nodes: tuple[int, ...]
+    is_wide: bool, is_narrow: bool, filters: SearchFilters, nodes: tuple[int, ...], along: ConstraintAlongItems
 ) -> None:
     """Where logits are of a level alone, too: of each third token, and of one again."""
-    rules = rules_of(4, constraints=(RENORMALISED.rules,), filters=filters)
+    rules = rules_of(4, constraints=(along.rules,), filters=filters)
     problem = Problem(rules, 2, 4, 460, seed=len(nodes))
     which = torch.randint(len(nodes), (2, 4), generator=problem.random)
-    problem.states = {RENORMALISED: torch.tensor(nodes)[which].to(DEVICE)}
+    problem.states = {along: first_states_of(along, torch.tensor(nodes)[which].to(DEVICE))}
     theirs = problem.by_torch()
     if is_narrow:
         level = torch.tensor([*range(1, 454, 3), 451], device=DEVICE)

@@ -188,7 +188,8 @@ class SelectionGraphs:
     def _key(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> Key:
         """What steps have in common that a graph may take. A catalog that has gone is kept by none."""
         cohort, values, along = step.cohort, step.values, cast(ConstraintAlongItems | None, beams.sparse)
-        of_catalog: Key | None = None if along is None else (ref(along.trie), None if step.level is None else beams.length)
+        length = None if step.level is None else beams.length
+        of_catalog: Key | None = None if along is None else (ref(along.trie), length)
         if along is not None and along.rules.excludes:  # which moves as it grows
             codes, num_bits = along.trie.closed.for_kernels
             of_catalog = of_catalog, codes.data_ptr(), num_bits
