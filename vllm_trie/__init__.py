@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_trie.entrypoints.answers.compact import Hypotheses, hypotheses
     from vllm_trie.entrypoints.requests.beam_params import beam_params
-    from vllm_trie.entrypoints.server.catalog_api import load_catalog
+    from vllm_trie.entrypoints.server.catalog_api import load_catalog, load_item_list
     from vllm_trie.options import BeamParams
     from vllm_trie.reranking.metrics import HypothesisPair
     from vllm_trie.step_search.scorers import StepCandidate
@@ -21,6 +21,7 @@ __all__ = [
     "beam_params",
     "hypotheses",
     "load_catalog",
+    "load_item_list",
 ]
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES = {
     "beam_params": "vllm_trie.entrypoints.requests.beam_params",
     "hypotheses": "vllm_trie.entrypoints.answers.compact",
     "load_catalog": "vllm_trie.entrypoints.server.catalog_api",
+    "load_item_list": "vllm_trie.entrypoints.server.catalog_api",
 }
 
 

@@ -33,6 +33,7 @@ NO_LISTS: Mapping[str, str] = {}
 Held = TypeVar("Held", bound=HeldTable)
 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
+LOAD_ITEM_LIST = "load_item_list"  # what the engine does alone
 
 
 @wraps_vllm("collective_rpc", "vllm.v1.engine.core:EngineCore")
@@ -43,11 +44,15 @@ def engine_loads_catalogs(
 
     A name stands for a new version once all workers have it, and for the old one if any of them has not.
     """
-    if method != LOAD_CATALOG:
+    if method not in (LOAD_CATALOG, LOAD_ITEM_LIST):
         return original(self, method, *args, **kwargs)
+    catalogs, asked = self.scheduler.catalogs, arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
+    if method == LOAD_ITEM_LIST:
+        name, path = asked
+        catalogs.lists[name] = read_item_list(path)
+        return [len(catalogs.lists[name])]
     self.scheduler.wake()
-    catalogs = self.scheduler.catalogs
-    name, path, digest = arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
+    name, path, digest = asked
     try:
         results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:

@@ -10,7 +10,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
 from vllm_trie.engine.catalogs import num_engine_beams_along
-from vllm_trie.engine.exclusion import SentExclusion
+from vllm_trie.engine.exclusion import SentExclusion, read_item_list
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
@@ -28,13 +28,15 @@ def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
     """The catalogs of an engine, checked when they are opened.
 
     Raises:
-        ValueError: a file is no catalog, or no trie, or for another vocabulary.
+        ValueError: a file is no catalog, or no trie, or for another vocabulary; or a list of items is none.
     """
     if (store := _stores.get(vllm_config.instance_id)) is None:
         files = plugin_config_of(vllm_config).catalogs.items()
         store = CatalogStore(
             {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
         )
+        for path in plugin_config_of(vllm_config).exclude.values():
+            read_item_list(path)  # which the engine alone keeps
         _stores[vllm_config.instance_id] = store
     return store
 
@@ -45,10 +47,26 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
     Raises:
         ValueError: there is no such catalog, or the engine may not take this file.
     """
+    path = _new_file_for_requests(vllm_config, "catalog", name, file)
+    return path, _checked_catalog_for_requests(path, vllm_config.model_config)
+
+
+def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, int]:
+    """A file that is to become a list of items of a running engine, and how many are in it.
+
+    Raises:
+        ValueError: there is no such list, or the engine may not take this file.
+    """
+    path = _new_file_for_requests(vllm_config, "exclude", name, file)
+    return path, len(read_item_list(path))
+
+
+def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file: str) -> str:
+    """The path of a file that is to be another version of what requests name by this option."""
     if not has_beams(vllm_config):
         raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
     config = plugin_config_of(vllm_config)
-    _refuse_unknown_request_catalog(name, config.catalogs)
+    _refuse_unknown_name(option, name, config.exclude if option == "exclude" else config.catalogs)
     if config.catalog_folder is None:
         start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
         raise ValueError(f"this engine takes no new catalogs; start it with {start}")
@@ -61,7 +79,7 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
         raise ValueError(
             f"file={shown_option(file)} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there"
         )
-    return str(path), _checked_catalog_for_requests(str(path), vllm_config.model_config)
+    return str(path)
 
 
 def resolve_request_items(
@@ -91,7 +109,7 @@ def resolve_request_items(
         catalog, what = item_set, "allowed_sequences"
     else:
         known = catalogs_for_requests(vllm_config)
-        _refuse_unknown_request_catalog(beam.catalog, known.names)
+        _refuse_unknown_name("catalog", beam.catalog, known.names)
         catalog, what = known[str(beam.catalog)], f"catalog={shown_option(beam.catalog)}"
     after = _request_catalog_token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
     if after in sampling_params_stops(params):
@@ -128,9 +146,8 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
     Raises:
         ValueError: naming the option, and what would work.
     """
-    lists = plugin_config_of(vllm_config).exclude
-    if beam.exclude is not None and beam.exclude not in lists:
-        raise ValueError(f"exclude={shown_option(beam.exclude)} is unknown; {_known_names(lists, 'exclude')}")
+    if beam.exclude is not None:
+        _refuse_unknown_name("exclude", beam.exclude, plugin_config_of(vllm_config).exclude)
     if beam.exclude_items is None:
         return None
     try:
@@ -139,14 +156,13 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
         raise ValueError(f"exclude_items: {error}") from None
 
 
-def _known_names(known: Collection[str], option: str) -> str:
-    start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"{option}": {{NAME: FILE}}}}}}'
-    return f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
-
-
-def _refuse_unknown_request_catalog(name: str | None, known: Collection[str]) -> None:
+def _refuse_unknown_name(option: str, name: str | None, known: Collection[str]) -> None:
+    """Refuse the name of a catalog or of a list of items that the engine has not."""
     if name not in known:
-        raise ValueError(f"catalog={shown_option(name)} is unknown; {_known_names(known, 'catalogs')}")
+        of_engine = "catalogs" if option == "catalog" else option
+        start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"{of_engine}": {{NAME: FILE}}}}}}'
+        names = f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
+        raise ValueError(f"{option}={shown_option(name)} is unknown; {names}")
 
 
 def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:

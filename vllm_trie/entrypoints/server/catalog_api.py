@@ -1,4 +1,7 @@
-"""New versions of catalogs for a running engine: `/v1/catalogs` of the server, and `vllm_trie.load_catalog` offline."""
+"""New versions of catalogs, and of lists of items, for a running engine.
+
+That is `/v1/catalogs` and `/v1/exclude` of the server; offline `vllm_trie.load_catalog` and `load_item_list`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps_vllm
-from vllm_trie.engine.catalogs import LOAD_CATALOG
-from vllm_trie.entrypoints.requests.catalogs import catalogs_for_requests, new_catalog_for_requests
-from vllm_trie.supported_engines import has_beams
+from vllm_trie.engine.catalogs import LOAD_CATALOG, LOAD_ITEM_LIST
+from vllm_trie.entrypoints.requests.catalogs import (
+    catalogs_for_requests,
+    new_catalog_for_requests,
+    new_item_list_for_requests,
+)
+from vllm_trie.supported_engines import has_beams, plugin_config_of
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the server's API key
+# What begins with /v1 needs the server's API key.
+router, list_router = APIRouter(prefix="/v1/catalogs"), APIRouter(prefix="/v1/exclude")
 
 
 @wraps_vllm("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
@@ -26,6 +34,7 @@ def register_server_routers(original: Callable[[FastAPI], None], app: FastAPI) -
     """Servers have the routes below, too."""
     original(app)
     app.include_router(router)
+    app.include_router(list_router)
 
 
 def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
@@ -47,6 +56,25 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
     llm.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
     catalogs_for_requests(vllm_config).name(name, catalog)
     return _catalog_served_as(name, catalog)
+
+
+def load_item_list(llm: LLM, name: str, file: str) -> dict[str, Any]:
+    """Let an engine take a new version of a list of items to exclude; searches under way keep the old one.
+
+    Args:
+        llm: Whose engine was started with `exclude` and a `catalog_folder`.
+        name: Of the list.
+        file: In that folder.
+
+    Returns:
+        Its name, and how many items are in it.
+
+    Raises:
+        ValueError: there is no such list, or the engine may not take this file.
+    """
+    path, num_items = new_item_list_for_requests(llm.llm_engine.vllm_config, name, file)
+    llm.collective_rpc(LOAD_ITEM_LIST, args=(name, path))
+    return {"name": name, "items": num_items}
 
 
 # What OpenAPI says of these routes is named by what is here.
@@ -78,6 +106,25 @@ async def load(name: str, version: NewVersion, request: Request) -> dict[str, An
     await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
     catalogs_for_requests(state.vllm_config).name(name, catalog)
     return _catalog_served_as(name, catalog)
+
+
+@list_router.get("")
+async def list_item_lists(request: Request) -> list[str]:
+    """The names of the lists that requests may exclude."""
+    vllm_config = request.app.state.vllm_config
+    return [*plugin_config_of(vllm_config).exclude] if has_beams(vllm_config) else []
+
+
+@list_router.post("/{name}")
+async def load_list(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
+    """Take a new version of one."""
+    state = request.app.state
+    try:
+        path, num_items = await asyncio.to_thread(new_item_list_for_requests, state.vllm_config, name, version.file)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path))
+    return {"name": name, "items": num_items}
 
 
 def _catalog_served_as(name: str, catalog: Catalog) -> dict[str, Any]:

@@ -207,7 +207,8 @@ class ConstraintAlongItems(Constraint):
         tokens, targets = trie.tokens[nodes].long(), nodes + read.move(of_item)[..., None]
         if read.parts is not None:
             closed = trie.closed.kinds_of_children(read.parts, start[..., 0].long(), most)
-            targets, exist = targets + (closed << PLACE_BITS), exist & (closed != IS_CLOSED)
+            targets += closed.long().bitwise_left_shift_(PLACE_BITS)
+            exist &= closed != IS_CLOSED
         if rules.after is not None:
             is_stop = torch.zeros(most, dtype=torch.bool, device=device).index_fill_(
                 0, self._columns(most, device), True

@@ -82,14 +82,15 @@ class ClosedNodes:
         return (code & (1 << KIND_BITS) - 1).where((place < end) & (code >> KIND_BITS == nodes), 0)
 
     def kinds_of_children(self, parts: torch.Tensor, first_child: torch.Tensor, most: int) -> torch.Tensor:
-        """[..., most] what is closed at the nodes from `first_child` [...] on."""
+        """[..., most] int8, what is closed at the nodes from `first_child` [...] on."""
         first, codes = parts * PART + 1, self.codes
         place = self._first_from(parts, first_child)[..., None] + search_numbers(self.most_together, codes.device)
         code = codes[(first[..., None] + place).clamp_(max=len(codes) - 1)]
         child = (code >> KIND_BITS) - first_child[..., None]
         is_child = (place < codes[first - 1][..., None]) & (child < most)
-        kinds = code.new_zeros(*first_child.shape, most + 1)
-        return kinds.scatter_(-1, child.where(is_child, most), code & (1 << KIND_BITS) - 1)[..., :most]
+        kinds = code.new_zeros(*first_child.shape, most + 1, dtype=torch.int8)
+        own = (code & (1 << KIND_BITS) - 1).to(torch.int8)
+        return kinds.scatter_(-1, child.where(is_child, most), own)[..., :most]
 
     def _first_from(self, parts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
         """How many codes of a search are of nodes before these."""

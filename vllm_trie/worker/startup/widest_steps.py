@@ -35,7 +35,7 @@ STRATEGIES: tuple[SearchStrategy, ...] = (
 )
 FILTERS, PRUNING, STOPS = SearchFilters(0.5, 0.1, 0, 0.9), SearchPruning(0.1, 1.0, 0.1, 2), StopConstraints((0,))
 AFTER = ItemConstraint(
-    "", 2, after=0, ends_with_stop=True
+    "", 2, after=0, ends_with_stop=True, excludes=True
 )  # from some token on along a catalog, and before it any token
 
 PHRASES = PhraseBoostConstraint.of([([0], 1.0)])
