@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,28 +110,6 @@ class ConstraintTrie:
         return uploaded_once_for_search(tokens, self.tokens.device)
 
 
-class _ReadStates(NamedTuple):
-    """Of states or targets of any shape: where they are; and what is closed there, and by which search's nodes.
-
-    The last two are None where nothing is excluded; of states it is not said what is closed.
-    """
-
-    places: torch.Tensor
-    kinds: torch.Tensor | None = None
-    parts: torch.Tensor | None = None
-
-    def of_rows(self) -> _ReadStates:
-        """The same [..., 1], of what rows [...] may take."""
-        return _ReadStates(self.places[..., None], parts=None if self.parts is None else self.parts[..., None])
-
-    def move(self, places: torch.Tensor, kinds: torch.Tensor | None = None) -> torch.Tensor:
-        """States of the same searches in other places, or with what is closed there targets."""
-        if self.parts is None:
-            return places
-        of_search = self.parts << PART_BITS
-        return places + (of_search if kinds is None else of_search + (kinds << PLACE_BITS))
-
-
 @dataclass(frozen=True)
 class ConstraintAlongItems(Constraint):
     """Rows go along a catalog. The states [G, r] int64 are nodes, further by all nodes for each item that is complete.
@@ -160,13 +137,23 @@ class ConstraintAlongItems(Constraint):
         """First states of a search whose closed nodes begin there, see `ClosedNodes.part`."""
         return states + (part << PART_BITS)
 
-    def _read(self, states: torch.Tensor) -> _ReadStates:
-        """What states or targets say."""
+    def _places(self, states: torch.Tensor) -> torch.Tensor:
+        """Where states or targets are."""
         if not self.rules.excludes:
-            return _ReadStates(states)
-        above = states - LEAST_PLACE
-        kinds = above >> PLACE_BITS & (1 << KIND_BITS) - 1
-        return _ReadStates((above & (1 << PLACE_BITS) - 1) + LEAST_PLACE, kinds, above >> PART_BITS)
+            return states
+        return (states - LEAST_PLACE).bitwise_and_((1 << PLACE_BITS) - 1).add_(LEAST_PLACE)
+
+    def _parts(self, states: torch.Tensor) -> torch.Tensor:
+        """Where the closed nodes of their searches begin."""
+        return (states - LEAST_PLACE) >> PART_BITS
+
+    def _closes(self, kind: int, targets: torch.Tensor) -> torch.Tensor:
+        """Whether this is closed where targets are."""
+        return (targets - LEAST_PLACE).bitwise_and_(kind << PLACE_BITS) != 0
+
+    def _with_parts_of(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """States or targets of the same searches in other places; that is, where nothing is excluded, these."""
+        return places if not self.rules.excludes else places + (self._parts(states) << PART_BITS)
 
     @property
     def num_ends(self) -> int:
@@ -176,7 +163,7 @@ class ConstraintAlongItems(Constraint):
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
         """See `Constraint`; stop tokens that follow an item aside."""
         trie, looks, after = self.trie, is_searched_on_host(states.device), self.rules.after
-        places = self._read(states).places if looks else states
+        places = self._places(states) if looks else states
         if after is not None and not (looks and bool((places != NOT_STARTED).all())):
             return vocab_size
         if looks:
@@ -196,17 +183,18 @@ class ConstraintAlongItems(Constraint):
 
     def continuations(self, states: torch.Tensor, most: int) -> ConstrainedContinuations:
         """See `Constraint`."""
-        trie, rules, device, read = self.trie, self.rules, states.device, self._read(states)
-        of_item, node = read.places // trie.num_nodes * trie.num_nodes, read.places % trie.num_nodes
+        trie, rules, device, places = self.trie, self.rules, states.device, self._places(states)
+        of_item, node = places // trie.num_nodes * trie.num_nodes, places % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
-        is_before = (read.places == NOT_STARTED)[..., None]
+        is_before = (places == NOT_STARTED)[..., None]
         every = search_numbers(most, device)
         nodes = start + every.int()
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
-        tokens, targets = trie.tokens[nodes].long(), nodes + read.move(of_item)[..., None]
-        if read.parts is not None:
-            closed = trie.closed.kinds_of_children(read.parts, start[..., 0].long(), most)
+        tokens, targets = trie.tokens[nodes].long(), nodes + of_item[..., None]
+        del nodes  # which takes memory
+        if rules.excludes:
+            closed = trie.closed.kinds_of_children(self._parts(states), start[..., 0].long(), most)
             targets += closed.long().bitwise_left_shift_(PLACE_BITS)
             exist &= closed != IS_CLOSED
         if rules.after is not None:
@@ -214,12 +202,14 @@ class ConstraintAlongItems(Constraint):
                 0, self._columns(most, device), True
             )
             tokens, exist = torch.where(is_before, every, tokens), torch.where(is_before, ~is_stop, exist)
-            free = torch.where(every == rules.after, 0, NOT_STARTED)
-            targets = torch.where(is_before, read.of_rows().move(free), targets)
+            targets = torch.where(is_before, torch.where(every == rules.after, 0, NOT_STARTED), targets)
+        if rules.excludes:
+            targets += self._with_parts_of(states, torch.zeros_like(states))[..., None]
         if not rules.ends_with_stop:
             return ConstrainedContinuations(tokens, targets, exist)
-        kinds = None if read.parts is None else trie.closed.kinds(read.parts, node)
-        ended = self.outcomes(read.move(read.places, kinds)).is_complete
+        if rules.excludes:
+            states = states + (trie.closed.kinds(self._parts(states), node) << PLACE_BITS)
+        ended = self.outcomes(states).is_complete
         may_stop = ended[..., None].expand(*states.shape, len(self.stops))
         stop_tokens = self._columns(MOST_TOKENS, device).expand_as(may_stop)
         stopped = stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop
@@ -229,9 +219,8 @@ class ConstraintAlongItems(Constraint):
 
     def outcomes(self, targets: torch.Tensor) -> ConstraintOutcomes:
         """See `Constraint`."""
-        trie, rules, read = self.trie, self.rules, self._read(targets)
-        places, node = read.places, read.places % trie.num_nodes
-        is_item = self._is_item(node, read.kinds) & (places >= 0)
+        trie, rules, places = self.trie, self.rules, self._places(targets)
+        is_item = self._is_item(targets, places % trie.num_nodes) & (places >= 0)
         is_last = places >= (rules.num_items - 1) * trie.num_nodes
         is_stopped = places == STOPPED
         is_complete = (is_item & is_last) | is_stopped
@@ -239,36 +228,37 @@ class ConstraintAlongItems(Constraint):
         if rules.num_items > 1:
             after = torch.where(is_item & ~is_last, (places // trie.num_nodes + 1) * trie.num_nodes, places)
         ends = is_stopped if rules.ends_with_stop else is_complete
-        return ConstraintOutcomes(read.move(after), is_complete, ends, self._go_on(read, node))
+        return ConstraintOutcomes(self._with_parts_of(targets, after), is_complete, ends, self.go_on(targets))
 
     def go_on(self, targets: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        read = self._read(targets)
-        return self._go_on(read, read.places % self.trie.num_nodes)
+        trie, rules, places = self.trie, self.rules, self._places(targets)
+        node, is_there = places % trie.num_nodes, places >= 0
+        is_before = None if rules.after is None else places == NOT_STARTED
+        may_follow = places < (rules.num_items - 1) * trie.num_nodes if rules.num_items > 1 else None
+        del places  # which takes memory
+        end = trie.first_child[node + 1]  # and `node + 1` is gone
+        goes_on = trie.first_child[node] < end
+        if rules.excludes:
+            goes_on &= ~self._closes(NO_WAY_ON, targets)
+        if rules.ends_with_stop:
+            goes_on |= self._is_item(targets, node)
+        elif may_follow is not None:
+            goes_on |= self._is_item(targets, node) & may_follow
+        goes_on &= is_there
+        return goes_on if is_before is None else goes_on | is_before
 
     def end(self, targets: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        (places, kinds, _), num_nodes = self._read(targets), self.trie.num_nodes
+        places, num_nodes = self._places(targets), self.trie.num_nodes
         if self.rules.ends_with_stop:
             return places == STOPPED
-        return self._is_item(places % num_nodes, kinds) & (places >= (self.rules.num_items - 1) * num_nodes)
+        return self._is_item(targets, places % num_nodes) & (places >= (self.rules.num_items - 1) * num_nodes)
 
-    def _is_item(self, node: torch.Tensor, kinds: torch.Tensor | None) -> torch.Tensor:
-        """Whether an item ends at nodes where this is closed."""
+    def _is_item(self, targets: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+        """Whether an item ends at the nodes where targets are, which is not closed."""
         is_item = self.trie.is_item[node]
-        return is_item if kinds is None else is_item & (kinds & NO_ITEM_ENDS == 0)
-
-    def _go_on(self, read: _ReadStates, node: torch.Tensor) -> torch.Tensor:
-        (places, kinds, _), trie, rules = read, self.trie, self.rules
-        goes_on = trie.first_child[node] < trie.first_child[node + 1]
-        if kinds is not None:
-            goes_on &= kinds & NO_WAY_ON == 0
-        if rules.ends_with_stop:
-            goes_on |= self._is_item(node, kinds)
-        elif rules.num_items > 1:
-            goes_on |= self._is_item(node, kinds) & (places < (rules.num_items - 1) * trie.num_nodes)
-        goes_on &= places >= 0
-        return goes_on if rules.after is None else goes_on | (places == NOT_STARTED)
+        return is_item if not self.rules.excludes else is_item & ~self._closes(NO_ITEM_ENDS, targets)
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
@@ -282,8 +272,8 @@ class ConstraintAlongItems(Constraint):
 
     def _targets(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What tokens that are no stops lead to, and whether there is such a way; of any shape."""
-        trie, read = self.trie, self._read(states)
-        of_item, node = read.places // trie.num_nodes * trie.num_nodes, read.places % trie.num_nodes
+        trie, places = self.trie, self._places(states)
+        of_item, node = places // trie.num_nodes * trie.num_nodes, places % trie.num_nodes
         low, high = trie.first_child[node].long(), trie.first_child[node + 1].long()
         end = high
         for _ in range(max(trie.most_children).bit_length()):
@@ -292,14 +282,14 @@ class ConstraintAlongItems(Constraint):
             low, high = torch.where(is_right, middle + 1, low), torch.where(is_right, high, middle)
         nodes = low.clamp(max=trie.num_nodes - 1)
         targets, exist = nodes + of_item, (low < end) & (trie.tokens[nodes] == tokens)
-        kinds = None if read.parts is None else trie.closed.kinds(read.parts, nodes)
-        exist = exist if kinds is None else exist & (kinds != IS_CLOSED)
+        if self.rules.excludes:
+            closed = trie.closed.kinds(self._parts(states), nodes)
+            targets, exist = targets + (closed << PLACE_BITS), exist & (closed != IS_CLOSED)
         if self.rules.after is not None:
-            is_before = read.places == NOT_STARTED
+            is_before = places == NOT_STARTED
             targets = torch.where(is_before, torch.where(tokens == self.rules.after, 0, NOT_STARTED), targets)
             exist = torch.where(is_before, ~torch.isin(tokens, self._columns(MOST_TOKENS, tokens.device)), exist)
-            kinds = None if kinds is None else kinds.where(~is_before, 0)
-        return read.move(targets, kinds), exist
+        return self._with_parts_of(states, targets), exist
 
     def _columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[n] int64, stop tokens below a number."""
