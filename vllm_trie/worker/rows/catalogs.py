@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,11 @@ class RowCatalogs:
         self._device, self._room = device, room
         self.files = files
         self.tries: dict[str, ConstraintTrie] = {}
-        self.closed = ClosedNodes(device or torch.device("meta"))
+
+    @cached_property
+    def closed(self) -> ClosedNodes:
+        """What is closed to searches."""
+        return ClosedNodes(self._device or torch.device("meta"))
 
     def with_small_levels(self, rules_of_groups: Mapping[str, SearchRules], most: int) -> set[str]:
         """The groups along catalogs of which no level has more than `most` tokens."""

@@ -28,7 +28,7 @@ logger = init_logger("vllm.trie_beam.widest_steps")
 ROWS = 64  # of several searches that need much memory, together
 LIGHT_BYTES = 14  # for each row and token of the vocabulary, of other searches
 HEAVY_BYTES = 63  # of these, where their rows are taken in one part
-HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 59  # of all their rows, and besides of those of a part
+HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 60  # of all their rows, and besides of those of a part
 STRATEGIES: tuple[SearchStrategy, ...] = (
     *(BestStrategy(), DiverseGroupsStrategy(1, 0.5, None), RowSamplingStrategy(), StochasticStrategy()),
     *(JointSamplingStrategy(replacement, 1, None, False) for replacement in (False, True)),
