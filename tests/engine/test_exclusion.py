@@ -53,7 +53,7 @@ def test_closed_nodes_are_those_that_lead_to_no_item_that_is_left(
         path = (*paths[parent], int(catalog.tokens[node]))
         ends, goes_on = path in {*items}, catalog.first_child[node] < catalog.first_child[node + 1]
         may_end, may_go_on = path in left, any(item[: len(path)] == path != item for item in left)
-        if may_go_on:
+        if may_end or may_go_on:  # where it may end, a stop token may follow
             paths[node] = path
         kind = NO_ITEM_ENDS * (ends and not may_end) | NO_WAY_ON * (bool(goes_on) and not may_go_on)
         if kind:

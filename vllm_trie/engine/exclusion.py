@@ -112,7 +112,7 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
     """What is closed where items end no more.
 
     A node is dead if no item ends there and all of its children are dead; so it goes from the leaves up. What is below
-    a node without a way on is left out, as no search comes there. The root is never closed.
+    a dead node is left out, as no search comes there. The root is never closed.
 
     Args:
         ended: [n] int32, ascending: where these items end.
@@ -143,7 +143,11 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         )
         above = own[first]
         is_shut = (num_dead == first_child[above + 1] - first_child[above]) & (above > 0)
-        shut, is_left = above[is_shut], np.repeat(~is_shut, num_closed)
+        shut = above[is_shut]
+        ends_too = is_item[shut] & (ended.take(ended.searchsorted(shut), mode="clip") != shut if len(ended) else True)
+        is_dead_above = is_shut.copy()
+        is_dead_above[is_shut] = ~ends_too
+        is_left = np.repeat(~is_dead_above, num_closed)
         levels.append((nodes.astype(np.int64) << KIND_BITS | kinds)[is_left])
-        most_together = max(most_together, int(num_closed[~is_shut].max(initial=0)))
+        most_together = max(most_together, int(num_closed[~is_dead_above].max(initial=0)))
     return NodeCodes(np.concatenate(levels[::-1]), most_together)
