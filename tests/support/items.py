@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.engine.exclusion import Exclusion
+from vllm_trie.engine.catalog_exclusion import Exclusion
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 
 EOS = 1

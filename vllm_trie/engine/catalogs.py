@@ -16,7 +16,7 @@ import numpy as np
 from vllm_trie import catalog as catalog_files
 from vllm_trie.catalog.store import CatalogStore, HeldTable
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
-from vllm_trie.engine.exclusion import Exclusion, SentExclusion, read_item_list
+from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, read_item_list
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint

@@ -79,7 +79,7 @@ class EngineOptions(Speculating, Drawing):
     @property
     def has_files(self) -> bool:
         """Whether the engine reads files at its start."""
-        return bool(self.catalogs or self.exclude)
+        return bool({**self.catalogs, **self.exclude})
 
     def check(self) -> None:
         """Refuse to draw and not to draw."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
+from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list
 from vllm_trie.engine.catalogs import num_engine_beams_along
-from vllm_trie.engine.exclusion import SentExclusion, read_item_list
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.catalog import Catalog
+from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, read_item_list
 from vllm_trie.engine.catalogs import EngineCatalogs
-from vllm_trie.engine.exclusion import Exclusion, SentExclusion, read_item_list
 from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.closed_nodes import KIND_BITS, NO_ITEM_ENDS, NO_WAY_ON, PART, ClosedNodes
