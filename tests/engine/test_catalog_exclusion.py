@@ -84,6 +84,7 @@ def test_each_search_finds_its_own_closed_nodes_wherever_they_lie(
         part = torch.full_like(every, closed.part(name))
         assert closed.kinds(part, every).tolist() == [kinds[name].get(node, 0) for node in range(305)]
         children = closed.kinds_of_children(part[:1], every[7:8], 20)
+        assert (closed.codes.diff() >= 0).all()
         assert children[0].tolist() == [kinds[name].get(node, 0) for node in range(7, 27)]
     assert closed.kinds(torch.zeros_like(every), every).sum() == 0
     assert len(closed.codes) <= 2 * PART * (1 + sum(len(nodes) // PART + 1 for nodes in searches))

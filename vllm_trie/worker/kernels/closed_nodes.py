@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_trie.search.constraints import catalog, closed_nodes
 
 KIND_BITS, PART = tl.constexpr(closed_nodes.KIND_BITS), tl.constexpr(closed_nodes.PART)
+PART_SHIFT = tl.constexpr(closed_nodes.PART_SHIFT)
 NO_ITEM_ENDS, NO_WAY_ON = tl.constexpr(closed_nodes.NO_ITEM_ENDS), tl.constexpr(closed_nodes.NO_WAY_ON)
 IS_CLOSED = tl.constexpr(closed_nodes.IS_CLOSED)
 KIND_MASK, PLACE_MASK = (tl.constexpr((1 << bits) - 1) for bits in (closed_nodes.KIND_BITS, catalog.PLACE_BITS))
@@ -24,22 +25,22 @@ def read_states_in_kernel(state, closed):
 
 
 @triton.jit
-def kinds_in_kernel(node, exists, part, closed, num_bits):
+def kinds_in_kernel(node, exists, part, closed, num_closed, num_bits):
     """What is closed at nodes, 0 where nothing is.
 
     Args:
-        closed: `ClosedNodes.codes`; None: nothing is excluded.
+        closed: [num_closed] `ClosedNodes.codes`; None: nothing is excluded.
         num_bits: With which the codes of a search are counted.
     """
     kind = (node * 0).to(tl.int32)
     if closed is not None:
-        of_search = closed + part * PART + node * 0
-        num_codes, place = tl.load(of_search, mask=exists, other=0), (node * 0).to(tl.int64)
+        first = (part << PART_SHIFT) + (node.to(tl.int64) << KIND_BITS)
+        place = first * 0 + part * PART
         for bit in range(num_bits):
             further = place + (tl.full([], 1, tl.int64) << (num_bits - 1 - bit))
-            is_there = exists & (further <= num_codes)
-            code = tl.load(of_search + further, mask=is_there, other=0)
-            place = tl.where(is_there & ((code >> KIND_BITS) < node), further, place)
-        code = tl.load(of_search + place + 1, mask=exists & (place < num_codes), other=-1)
-        kind = tl.where((code >> KIND_BITS) == node, code & KIND_MASK, 0).to(tl.int32)
+            is_there = exists & (further <= num_closed)
+            code = tl.load(closed + further - 1, mask=is_there, other=0)
+            place = tl.where(is_there & (code < first), further, place)
+        code = tl.load(closed + place, mask=exists & (place < num_closed), other=-1) - first
+        kind = tl.where((code >= 0) & (code <= KIND_MASK), code, 0).to(tl.int32)
     return kind

@@ -99,7 +99,7 @@ class KernelDecision:
         keys: torch.Tensor,
         places: torch.Tensor,
         sampled: torch.Tensor,
-        nodes: tuple[torch.Tensor | int | None, ...] = (*(None,) * 5, 0),
+        nodes: tuple[torch.Tensor | int | None, ...] = (*(None,) * 5, 0, 0),
         along: Constraint | None = None,
     ) -> PackedSearchStep:
         """Say what finishes, and what goes on in which slot, of what is ranked.
@@ -286,8 +286,8 @@ def put_ended_in_kernel(at, parent, token, score, mask, first, ended, num_ended,
 @triton.jit
 def decide_in_kernel(
     going, ending, count, num_bits, num_places, num_rows, width, most, may_end, semantics, is_last, first_child, dead,
-    states, first_node, node_tokens, is_item, closed, closed_bits, targets, first, next_parents, next_tokens,
-    next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended, most_ended, num_ended,
+    states, first_node, node_tokens, is_item, closed, num_closed, closed_bits, targets, first, next_parents,
+    next_tokens, next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended, most_ended, num_ended,
     ended_with, part: tl.constexpr,
 ):  # fmt: skip
     """Decide for one group, and write it.
@@ -332,7 +332,7 @@ def decide_in_kernel(
         num_ending += tl.sum(ends.to(tl.int32), axis=0)
         if states is not None:
             node, of_search = nodes_in_kernel(parent, token, score, states, first_node, closed)
-            kind = kinds_in_kernel(node, ends, of_search, closed, closed_bits)
+            kind = kinds_in_kernel(node, ends, of_search, closed, num_closed, closed_bits)
             token, ends = (
                 tl.load(node_tokens + node),
                 ends & (tl.load(is_item + node) != 0) & (kind & NO_ITEM_ENDS == 0),
@@ -366,13 +366,22 @@ def decide_in_kernel(
 @triton.jit(
     do_not_specialize=[
         *("of_group", "kept", "count", "num_bits", "num_places", "num_rows", "width", "going", "ending", "semantics"),
-        *("num_key_bits", "is_last", "closed_bits", "num_words", "num_ints", "num_ended", "sampled_stride"),
+        *(
+            "num_key_bits",
+            "is_last",
+            "num_closed",
+            "closed_bits",
+            "num_words",
+            "num_ints",
+            "num_ended",
+            "sampled_stride",
+        ),
     ],
     do_not_specialize_on_alignment=["states", "targets", "next_tokens", "places", "sampled"],
 )
 def _select_kernel(
     keys, of_group, kept, count, num_bits, num_places, num_rows, width, going, ending, semantics, num_key_bits, is_last,
-    room, states, first_node, node_tokens, is_item, closed, closed_bits, targets, next_parents, next_tokens,
+    room, states, first_node, node_tokens, is_item, closed, num_closed, closed_bits, targets, next_parents, next_tokens,
     next_scores, words, num_words, num_ints, num_ended, places, sampled, sampled_stride, per_row: tl.constexpr, lanes:
     tl.constexpr, at_a_time: tl.constexpr, slots: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
@@ -405,7 +414,7 @@ def _select_kernel(
     by_slot, words = group * width, words + group * num_words
     decide_in_kernel(
         of_going, of_ending, count, num_bits, num_places, num_rows, width, going, ending > 0, semantics, is_last,
-        first_child, dead, states, first_node, node_tokens, is_item, closed, closed_bits, targets, 0,
+        first_child, dead, states, first_node, node_tokens, is_item, closed, num_closed, closed_bits, targets, 0,
         next_parents + by_slot, next_tokens + by_slot, next_scores + by_slot, words, num_ints, width,
         places + group * num_rows, num_rows, sampled, sampled_stride, words + 2 * width, num_ended, num_ended,
         words + num_ints + width, part,

@@ -176,7 +176,7 @@ def _select_in_groups_kernel(
         )  # fmt: skip
         decide_in_kernel(
             order + 2 * slots, order + 3 * slots, slots, num_bits, vocab_size, rows_of_group, width, most, may_end, HF,
-            is_last, order + 4 * slots, order + 5 * slots, None, None, None, None, None, 0, None, first,
+            is_last, order + 4 * slots, order + 5 * slots, None, None, None, None, None, 0, 0, None, first,
             next_parents + by_slot + first, next_tokens + by_slot + first, next_scores + by_slot + first, words + first,
             num_ints, num_beams, places + first_row + first, num_rows - first, sampled, sampled_stride, ended,
             of_group, num_ended, words + num_ints + num_beams + at_end, part,

@@ -155,9 +155,9 @@ def item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_
 
 
 @triton.jit
-def children_in_kernel(node, exists, part, closed, closed_bits):
+def children_in_kernel(node, exists, part, closed, num_closed, closed_bits):
     """Which children of a row's node there are that are not closed, and what else is closed there."""
-    kind = kinds_in_kernel(node, exists, part, closed, closed_bits)
+    kind = kinds_in_kernel(node, exists, part, closed, num_closed, closed_bits)
     return exists & (kind != IS_CLOSED), kind
 
 
@@ -188,13 +188,22 @@ def sum_in_kernel(logit, highest):
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count", "closed_bits", "num_level", "level_bits"],
+    do_not_specialize=[
+        "vocab_size",
+        "num_blocks",
+        "num_rows",
+        "count",
+        "num_closed",
+        "closed_bits",
+        "num_level",
+        "level_bits",
+    ],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_items_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    count, log_min_p, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys, normal,
-    blocks: tl.constexpr, children: tl.constexpr,
+    count, log_min_p, states, first_child, node_tokens, closed, num_closed, closed_bits, level, num_level, level_bits,
+    keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's children that have children, and the best of all: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
@@ -204,7 +213,9 @@ def _rank_items_kernel(
         read_states_in_kernel(tl.load(states + row), closed),
     )
     node, place = tl.load(first_child + parent) + child, (row % num_rows) * children + child
-    exists, kind = children_in_kernel(node, node < tl.load(first_child + parent + 1), part, closed, closed_bits)
+    exists, kind = children_in_kernel(
+        node, node < tl.load(first_child + parent + 1), part, closed, num_closed, closed_bits
+    )
     at = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
     if level is None:
         score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
@@ -229,14 +240,14 @@ def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_blocks", "num_rows", "num_places", "closed_bits", "num_level", "level_bits"),
+        *("vocab_size", "num_blocks", "num_rows", "num_places", "num_closed", "closed_bits", "num_level", "level_bits"),
     ],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_item_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
-    num_places, log_min_p, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys,
-    of_rows, blocks: tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
+    num_places, log_min_p, states, first_child, node_tokens, closed, num_closed, closed_bits, level, num_level,
+    level_bits, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """The keys of the best of each tile of children of a row's node that have children themselves, and of all.
 
@@ -253,7 +264,7 @@ def _rank_item_tiles_kernel(
         read_states_in_kernel(tl.load(states + row), closed),
     )
     first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
-    of_level, of_search = (node_tokens, level, num_level, level_bits), (own_part, closed, closed_bits)
+    of_level, of_search = (node_tokens, level, num_level, level_bits), (own_part, closed, num_closed, closed_bits)
     if level is None:
         score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     else:
@@ -299,14 +310,24 @@ def _rank_item_tiles_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_chosen", "num_groups", "num_rows", "num_places", "closed_bits", "num_level", "level_bits"),
+        *(
+            "vocab_size",
+            "num_chosen",
+            "num_groups",
+            "num_rows",
+            "num_places",
+            "num_closed",
+            "closed_bits",
+            "num_level",
+            "level_bits",
+        ),
     ],
     do_not_specialize_on_alignment=["index", "states"],
 )
 def _rank_items_of_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
-    num_rows, num_places, states, first_child, node_tokens, closed, closed_bits, level, num_level, level_bits, keys,
-    tile: tl.constexpr, lanes: tl.constexpr,
+    num_rows, num_places, states, first_child, node_tokens, closed, num_closed, closed_bits, level, num_level,
+    level_bits, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
     number = tl.program_id(1).to(tl.int64)
@@ -317,7 +338,7 @@ def _rank_items_of_tiles_kernel(
     parent, part = read_states_in_kernel(tl.load(states + of_row), closed)
     node = tl.load(first_child + parent) + child
     exists &= node < tl.load(first_child + parent + 1)
-    exists, kind = children_in_kernel(node, exists, part, closed, closed_bits)
+    exists, kind = children_in_kernel(node, exists, part, closed, num_closed, closed_bits)
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
     token = places_in_kernel(node, exists, node_tokens, level, num_level, level_bits)
     logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)

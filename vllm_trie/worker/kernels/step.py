@@ -52,7 +52,7 @@ from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, lau
 MOST_BLOCKS = 128  # of a row, that kernels are compiled for which rank many beams
 MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses of many: it is counted what is better in each row
 VLLM = BestStrategy("vllm")
-NOTHING_CLOSED = None, 0  # see `kinds_in_kernel`
+NOTHING_CLOSED = None, 0, 0  # see `kinds_in_kernel`
 
 
 def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:

@@ -191,8 +191,8 @@ class SelectionGraphs:
         length = None if step.level is None else beams.length
         of_catalog: Key | None = None if along is None else (ref(along.trie), length)
         if along is not None and along.rules.excludes:  # which moves as it grows
-            codes, num_bits = along.trie.closed.for_kernels
-            of_catalog = of_catalog, codes.data_ptr(), num_bits
+            codes, *lengths = along.trie.closed.for_kernels
+            of_catalog = of_catalog, codes.data_ptr(), *lengths
         layout = values.dtype, values.stride(), self._reads_in_place(step, sizes)
         return cohort.rules, cohort.places.shape, cohort.moves, sizes, *layout, of_catalog
 
