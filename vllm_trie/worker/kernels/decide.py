@@ -287,8 +287,8 @@ def put_ended_in_kernel(at, parent, token, score, mask, first, ended, num_ended,
 def decide_in_kernel(
     going, ending, count, num_bits, num_places, num_rows, width, most, may_end, semantics, is_last, first_child, dead,
     states, first_node, node_tokens, is_item, closed, num_closed, closed_bits, targets, first, next_parents,
-    next_tokens, next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended, most_ended, num_ended,
-    ended_with, part: tl.constexpr,
+    next_tokens, next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended,
+    most_ended, num_ended, ended_with, part: tl.constexpr,
 ):  # fmt: skip
     """Decide for one group, and write it.
 
