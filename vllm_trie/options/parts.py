@@ -245,6 +245,8 @@ class Catalogs(Options):
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
             itself ends the hypothesis.
         catalog_renormalize: Let each row's log-probabilities be those among what the catalog allows, not the model's.
+        catalog_unique: Return each item once, as its best hypothesis, where several sequences have its id, or several
+            texts come before it: `beam_width` different items compete.
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
@@ -253,6 +255,7 @@ class Catalogs(Options):
     catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
     catalog_stop: bool = option(False)
     catalog_renormalize: bool = option(False)
+    catalog_unique: bool = option(False)
 
 
 class Steps(Options):
