@@ -272,3 +272,10 @@ def test_a_large_catalog_finds_all_of_its_items() -> None:
 def test_names_that_users_import_stay() -> None:
     assert {*catalog_package.__all__} == {"NO_ITEM", "Catalog", "CatalogStore", "check_structure", "tokenizer_digest"}
     assert all(hasattr(catalog_package, name) for name in catalog_package.__all__)
+
+
+@pytest.mark.parametrize("factor", [1, 1_000_003], ids=["small", "large"])
+def test_ids_are_counted_whatever_numbers_they_are(factor: int) -> None:
+    ids = [factor * number for number in (0, 2, 5, 2, 9, 2, 5)]
+    assert Catalog.from_sequences([[token] for token in range(7)], ids).most_with_one_id == 3
+    assert Catalog.from_sequences([[token] for token in range(7)]).most_with_one_id == 1

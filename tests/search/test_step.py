@@ -132,7 +132,7 @@ def check(case: Case) -> None:
 def check_logprobs(case: Case, group: int, step: SearchStepResult) -> None:
     rules = case.rules
     if rules.num_logprobs is None:
-        assert step[4:] == (None,) * 5
+        assert {*step[4:]} == {None}
         return
     logprobs = search_log_probabilities(case.logits[group], rules.stops.barred_token_ids).tolist()
     assert step.top_logprobs is not None

@@ -111,6 +111,7 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "catalog_after": lambda: each("catalog_after", 20, LARGE, LONG, **ITEMS),
     "catalog_stop": lambda: each("catalog_stop", True, LONG, **ITEMS),
     "catalog_renormalize": lambda: each("catalog_renormalize", True, LONG, **ITEMS),
+    "catalog_unique": lambda: each("catalog_unique", True, LONG, **ITEMS),
     "exclude_items": lambda: each("exclude_items", [1], [HUGE], [LONG], [1] * 100_001, catalog="x"),
     "exclude": lambda: each("exclude", "x" * 256, LONG, catalog="x"),
     "step_stop": lambda: each("step_stop", ["\n" * 64] * MOST_STOPS, ["a"] * (MOST_STOPS + 1), [LONG], **STEPS),

@@ -47,6 +47,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"allowed_sequences": [*ITEMS, *(item[:2] for item in ITEMS[::7])], "catalog_stop": True, "temperature": 0.8},
     {"allowed_sequences": ITEMS, "catalog_items": 3, "catalog_renormalize": True, "length_penalty": 0.0},
     {"allowed_sequences": ITEMS, "catalog_after": 13, "early_stopping": True},
+    {"allowed_sequences": ITEMS, "catalog_after": 13, "catalog_unique": True},
+    {"allowed_sequences": ITEMS, "catalog_stop": True, "stop_token_ids": [13, 15], "catalog_unique": True},
     {"allowed_sequences": ITEMS[:2], "catalog_stop": True, "min_tokens": 3, "frequency_penalty": 0.5},
 ]
 WITHOUT_TEXT = [options for options in OPTIONS if not options.keys() & {*NEEDS_TEXT}]

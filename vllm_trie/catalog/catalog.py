@@ -98,6 +98,13 @@ class Catalog(CatalogHeader):
         digest, header, arrays = unpack_catalog(data, name, checks)
         return cls(**vars(header), **arrays._asdict(), name=name, digest=digest, data=data)
 
+    @cached_property
+    def most_with_one_id(self) -> int:
+        """How many items have the same id at most."""
+        ids = self.item_ids
+        counts = np.bincount(ids) if ids.max() < 4 * len(ids) else np.unique(ids, return_counts=True)[1]
+        return int(counts.max())
+
     @property
     def num_bytes_on_device(self) -> int:
         """What `first_child`, `tokens` and `is_item` take."""

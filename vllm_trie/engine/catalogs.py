@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
     from vllm_trie.catalog import Catalog
+    from vllm_trie.search.unique_pools import ItemsOf
+    from vllm_trie.trie.hypotheses import HypothesisTrie
 
 NO_TOKEN = -1
 MOST_IDLE = 32  # sets of requests that workers keep while no search runs along them
@@ -103,6 +106,14 @@ class NoGroupCatalog:
         """How many beams can live."""
         return self.params.beam_width
 
+    def num_ending(self, num_beams: int, num_stop_tokens: int) -> int | None:
+        """See `SearchRules`, of so many beams."""
+        return None
+
+    def items_of(self, trie: HypothesisTrie, stop_token_ids: frozenset[int]) -> ItemsOf | None:
+        """Which items the hypotheses in a trie are, if each item counts once."""
+        return None
+
     def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
         """What to say of hypotheses besides, all tokens of each given."""
         return {}
@@ -139,19 +150,36 @@ class GroupCatalogUse(NoGroupCatalog):
     def num_beams(self, num_stop_tokens: int) -> int:
         return num_engine_beams_along(self.params, self._catalog.num_items, num_stop_tokens)
 
+    def num_ending(self, num_beams: int, num_stop_tokens: int) -> int | None:
+        if not self.params.catalog_unique:
+            return None
+        from vllm_trie.engine.unique_catalog_items import num_engine_ending_along  # which few searches need
+
+        return num_engine_ending_along(self.params, self._catalog, num_beams, num_stop_tokens)
+
+    def items_of(self, trie: HypothesisTrie, stop_token_ids: frozenset[int]) -> ItemsOf | None:
+        if not self.params.catalog_unique:
+            return None
+        from vllm_trie.engine.unique_catalog_items import GroupUniqueItems
+
+        return GroupUniqueItems(trie, partial(self.item_ids, stop_token_ids)).of
+
     def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
-        """The items of hypotheses: of each its id, or a list of them where there are several."""
+        return {"item_ids": self.item_ids(stop_token_ids, sequences).tolist()}
+
+    def item_ids(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> np.ndarray:
+        """[n] the items of hypotheses, all tokens of each given; [n, items] where each has several; -1 for no item."""
         if (after := self.rules.after) is not None:
             sequences = [tokens[tokens.index(after) + 1 :] if after in tokens else [] for tokens in sequences]
         if not self.rules.ends_with_stop:
-            return {"item_ids": self._found(sequences).tolist()}
+            return self._found(sequences)
         found = self._found(
             [tokens[:-1] if tokens and tokens[-1] in stop_token_ids else tokens for tokens in sequences]
         )
         # At max_tokens items need no stop, and their own last token may be one.
         is_whole = (found == catalog_files.NO_ITEM).any(axis=tuple(range(1, found.ndim)))
         found[is_whole] = self._found([sequences[row] for row in np.flatnonzero(is_whole)])
-        return {"item_ids": found.tolist()}
+        return found
 
     def release(self) -> None:
         for digest in filter(None, (self._catalog.digest, self.excludes)):

@@ -34,6 +34,7 @@ from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
 
 if TYPE_CHECKING:
+    from vllm_trie.search.unique_pools import ItemsOf
     from vllm_trie.trie.traced import TracedTrie
 
 
@@ -52,7 +53,7 @@ class GroupPlan:
         min_length: Generated tokens that a hypothesis must have before it may stop.
         max_length: Generated tokens at which it ends in any case.
         catalog: Along which beams go, if there is one.
-        new_pool: Makes the place where finished hypotheses compete.
+        new_pool: Makes the place where finished hypotheses compete, told which item each is where each counts once.
         prompt_length: Tokens of its prompt.
         uncounted_eos: An ignored EOS, where running beams are compared by the scores that they would have in the end,
             which leave it uncounted: so does `LLM.beam_search` of vLLM 0.32, and not its server.
@@ -70,7 +71,7 @@ class GroupPlan:
     min_length: int
     max_length: int
     catalog: NoGroupCatalog
-    new_pool: Callable[[], SearchPool]
+    new_pool: Callable[[ItemsOf | None], SearchPool]
     prompt_length: int
     uncounted_eos: int | None
     seed: int
@@ -183,7 +184,7 @@ class BeamGroup:
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = trie = _new_group_trie(self.plan.params.trace)
         self.traced = cast("TracedTrie", trie) if self.plan.params.trace else None  # remembers the search
-        self.pool = self.plan.new_pool()
+        self.pool = self.plan.new_pool(self.plan.catalog.items_of(trie, self.plan.stop_token_ids))
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.search.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
         self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
@@ -257,7 +258,14 @@ class BeamGroup:
         reports = _group_token_reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
         sums = finished.scores if rank_scores is None else rank_scores.finished
-        return EndedSearchHypotheses(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
+        ended = EndedSearchHypotheses(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
+        if (ranks := step.finished_ranks) is None:
+            return ended
+        plan = self.plan
+        most = plan.phase(self.length, self.pool).num_beams or plan.width // plan.params.num_beam_groups
+        finishes = self.pool.finishing(leaves, ranks, plan.search.num_ending or most, most)
+        self.hypotheses.drop(leaves[~finishes])
+        return ended.some(finishes)
 
     def next_part(self) -> EngineAnswerPart | None:
         """What is new, if anything, of what the answer begins with whatever comes.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from secrets import randbits
+from typing import TYPE_CHECKING
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
@@ -35,6 +37,9 @@ from vllm_trie.search.stopping import (
 )
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.token_tables import SearchTokenIds
+
+if TYPE_CHECKING:
+    from vllm_trie.search.unique_pools import ItemsOf
 
 
 def new_group(
@@ -78,8 +83,9 @@ def new_group(
         others.append(
             search_part_on_demand("constraints.contrast:ContrastConstraint")(**contrast_option_weights(params.contrast))
         )
+    width = catalog.num_beams(len(stop_ids))
     search = SearchRules(
-        catalog.num_beams(len(stop_ids)),
+        width,
         _new_group_strategy(params, _new_group_padding(ticket, stop_ids)),
         stops,
         sampling.logprobs,
@@ -87,6 +93,7 @@ def new_group(
         sampling_params_filters(sampling),
         _new_group_pruning(params, stops),
         (*catalog.constraints, *others, *grammar),
+        num_ending=catalog.num_ending(width, len(stop_ids)),
     )
     items_end = search.items is not None and not search.items.ends_with_stop
     ended_by = None if items_end else ending
@@ -120,6 +127,7 @@ def new_group_pool(
     prompt_length: int = 0,
     uncounted: frozenset[int] = frozenset(),
     stop_token_ids: frozenset[int] | None = frozenset(),
+    items_of: ItemsOf | None = None,
 ) -> SearchPool:
     """Where finished hypotheses compete, by a search's semantics.
 
@@ -128,6 +136,7 @@ def new_group_pool(
         prompt_length: Tokens of the prompt, for semantics="vllm", if the installed vLLM counts them.
         uncounted: Tokens that do not count in the end of a hypothesis then.
         stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
+        items_of: Which item each leaf is, where each item counts once.
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
@@ -137,15 +146,16 @@ def new_group_pool(
         return TridecodeSearchPool(width, penalty, max_length)
     if params.stochastic:
         return StochasticSearchPool(width, penalty, max_length)
+    new_pool: Callable[..., HfSearchPool] = HfSearchPool
+    if items_of is not None:
+        new_pool = partial(search_part_on_demand("unique_pools:UniqueSearchPool"), items_of=items_of)
     if params.num_beam_groups > 1:
         of_group = width // params.num_beam_groups
-        pools = [
-            HfSearchPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)
-        ]
+        pools = [new_pool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)]
         pool: SearchPool = search_part_on_demand("group_pools:SearchGroupPools")(pools, stop_token_ids)
         return pool
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
-    return HfSearchPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
+    return new_pool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
 
 def _new_group_pruning(beam: BeamParams, stops: StopConstraints) -> SearchPruning:

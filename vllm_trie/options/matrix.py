@@ -124,7 +124,7 @@ NEEDS = (
     Need(("pool",), (BEST, MCTS), f"holds what nothing returns to; add {BEST} or {MCTS}, or leave it out"),
     Need(("exploration",), (MCTS,), f"has no tree search to act on; add {MCTS}, or leave it out"),
     Need(
-        ("catalog_items", "catalog_after", "catalog_stop", "catalog_renormalize"),
+        ("catalog_items", "catalog_after", "catalog_stop", "catalog_renormalize", "catalog_unique"),
         ITEMS,
         "needs a catalog or allowed_sequences; add one, or leave it out",
     ),

@@ -248,6 +248,8 @@ class Catalogs(Options):
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
             itself ends the hypothesis.
         catalog_renormalize: Let each row's log-probabilities be those among what the catalog allows, not the model's.
+        catalog_unique: Return each item once, as its best hypothesis, where several sequences have its id, or several
+            texts come before it: `beam_width` different items compete.
         exclude_items: Ids of items of the catalog that no hypothesis may have, up to 100,000: what a user has seen,
             what is out of stock. In `vllm_xargs` also as a JSON text.
         exclude: The engine's list of items, likewise; see the option `exclude` of engines.
@@ -259,6 +261,7 @@ class Catalogs(Options):
     catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
     catalog_stop: bool = option(False)
     catalog_renormalize: bool = option(False)
+    catalog_unique: bool = option(False)
     exclude_items: list[Int64] | None = option(
         None, _ITEMS, MOST_EXCLUDED_JSON, max_length=MOST_EXCLUDED, fail_fast=True
     )

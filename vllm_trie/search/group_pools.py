@@ -50,6 +50,14 @@ class SearchGroupPools(SearchPool):
             outdone.append(too_late.leaves)
         return np.concatenate(outdone), is_over
 
+    def finishing(self, leaves: np.ndarray, ranks: np.ndarray, num_ranked: int, most: int) -> np.ndarray:
+        groups, ranks = np.divmod(ranks, num_ranked)
+        finishes = [
+            pool.finishing(leaves[groups == number], ranks[groups == number], num_ranked, most)
+            for number, pool in enumerate(self.pools)
+        ]
+        return np.concatenate(finishes)
+
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         return self.pools[0].scores(sums, length, last_tokens)
 
@@ -58,4 +66,7 @@ class SearchGroupPools(SearchPool):
         return super().best_so_far(count, running.some(~np.isin(groups, self.done)), length)
 
     def best(self, count: int) -> FinishedSearchHypotheses:
-        return FinishedSearchHypotheses.in_order(*(pool.best(count) for pool in self.pools)).some(slice(count))
+        return self.best_of(count, *(pool.best(count) for pool in self.pools))
+
+    def best_of(self, count: int, *parts: FinishedSearchHypotheses) -> FinishedSearchHypotheses:
+        return self.pools[0].best_of(count, *parts)

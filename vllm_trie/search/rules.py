@@ -126,6 +126,7 @@ class SearchRules(NamedTuple):
     constraints: tuple[Constraint, ...] = ()  # on what rows take
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
+    num_ending: int | None = None  # continuations of a group among which some finish; None: as many as go on
 
     def in_phase(self, phase: SearchPhase) -> SearchRules:
         """The same in steps of one phase."""
@@ -141,10 +142,11 @@ class SearchRules(NamedTuple):
     def layout(self, num_rows: int, vocab_size: int) -> SearchResultLayout:
         """How a step is packed, whatever takes it: of groups with r rows, from a vocabulary of V tokens."""
         num_beams, num_finished, num_reporting = self.strategy.sizes(self, num_rows)
+        has_ranks = self.num_ending is not None
         if (num_tops := self.num_logprobs) is None:
-            return SearchResultLayout(num_beams, num_finished)
+            return SearchResultLayout(num_beams, num_finished, has_ranks=has_ranks)
         num_tops = vocab_size if num_tops < 0 else min(num_tops, vocab_size)
-        return SearchResultLayout(num_beams, num_finished, (num_reporting, num_tops))
+        return SearchResultLayout(num_beams, num_finished, (num_reporting, num_tops), has_ranks)
 
     @property
     def items(self) -> ItemConstraint | None:
@@ -169,7 +171,8 @@ class SearchRules(NamedTuple):
     @property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than whatever lives on have no say."""
-        return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and not self.may_rise
+        is_bounded = self.num_ending is None and not self.may_rise  # nothing worse than what lives on may finish
+        return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and is_bounded
 
 
 def search_candidates_alive(candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:

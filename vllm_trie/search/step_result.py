@@ -70,6 +70,7 @@ class SearchStepResult(NamedTuple, Generic[Array]):
     finished_logprobs: SearchTokenLogprobs[Array] | None = None
     rank_scores: SearchRankScores[Array] | None = None  # by which hypotheses compete, if not by `scores`
     states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
+    finished_ranks: Array | None = None  # places of what finishes among all continuations, if they count; on the host
 
     @property
     def num_beams(self) -> int:
@@ -87,12 +88,14 @@ class SearchResultLayout:
         width: Beams that go on, b.
         num_finished: F, for hypotheses that finish: no more can, however many stop tokens there are.
         top_shape: [r, N], if log-probabilities are reported.
+        has_ranks: The host must know how what finishes ranks among all continuations: by its place.
         has_rank_scores: Hypotheses compete by other scores than their sums.
     """
 
     width: int
     num_finished: int
     top_shape: tuple[int, int] | None = None
+    has_ranks: bool = False
     has_rank_scores: bool = False
 
     @cached_property
@@ -135,9 +138,9 @@ def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultL
     Args:
         layout: By the rules; scores by which hypotheses compete are added to it, if there are some.
     """
-    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, _ = step
+    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, *_ = step
     if num_missing := layout.num_finished - finished.scores.shape[1]:  # there are fewer continuations
-        finished = SearchCandidates(*(_filled_up(field, num_missing) for field in finished))
+        finished = filled_up_search_candidates(finished, num_missing)
         of_finished = of_finished and SearchTokenLogprobs(*(_filled_up(field, num_missing) for field in of_finished))
         rank_scores = rank_scores and rank_scores._replace(finished=_filled_up(rank_scores.finished, num_missing))
     ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
@@ -148,6 +151,13 @@ def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultL
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
     layout = layout if rank_scores is None else replace(layout, has_rank_scores=True)
     return PackedSearchStep(NextSearchBeams.of(step), words, layout)
+
+
+def filled_up_search_candidates(
+    candidates: SearchCandidates[torch.Tensor], num_missing: int
+) -> SearchCandidates[torch.Tensor]:
+    """The same, and so many after them that are none."""
+    return SearchCandidates(*(_filled_up(field, num_missing) for field in candidates))
 
 
 def _filled_up(field: torch.Tensor, num_missing: int) -> torch.Tensor:
@@ -174,6 +184,8 @@ def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[S
                 beam_logprobs=SearchTokenLogprobs(logprobs[0][at], reported[0][at]),
                 finished_logprobs=SearchTokenLogprobs(logprobs[1][which], reported[1][which]),
             )
+        if layout.has_ranks:
+            step = step._replace(finished_ranks=np.flatnonzero(ends[at]))
         if layout.has_rank_scores:
             step = step._replace(rank_scores=SearchRankScores(logprobs[-2][at], logprobs[-1][which]))
         steps.append(step)

@@ -30,7 +30,7 @@ class FinishedSearchHypotheses(NamedTuple):
         order = np.argsort(-scores, kind="stable")
         return cls(scores[order], leaves[order])
 
-    def some(self, which: slice) -> FinishedSearchHypotheses:
+    def some(self, which: slice | np.ndarray) -> FinishedSearchHypotheses:
         """Some of them."""
         return FinishedSearchHypotheses(self.scores[which], self.leaves[which])
 
@@ -76,6 +76,17 @@ class SearchPool(ABC):
             more.
         """
 
+    def finishing(self, leaves: np.ndarray, ranks: np.ndarray, num_ranked: int, most: int) -> np.ndarray:
+        """[n] bool: which of the hypotheses that end in a step finish: those among the best continuations.
+
+        Args:
+            leaves: [n], the best first, group of beams after group.
+            ranks: [n] their places among continuations, likewise.
+            num_ranked: Continuations of each group.
+            most: The best ones of these.
+        """
+        return ranks < most
+
     @abstractmethod
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         """[n] float64 what finished hypotheses compete by, of `length` generated tokens, the last one counted.
@@ -98,7 +109,11 @@ class SearchPool(ABC):
         """
         beams = running.some(running.sums > -np.inf)
         going_on = FinishedSearchHypotheses(self.scores(beams.sums, length, beams.last_tokens), beams.leaves)
-        return FinishedSearchHypotheses.in_order(self.best(count), going_on).some(slice(count))
+        return self.best_of(count, self.best(count), going_on)
+
+    def best_of(self, count: int, *parts: FinishedSearchHypotheses) -> FinishedSearchHypotheses:
+        """The best `count` of all of these that may be returned together; ties go to earlier parts."""
+        return FinishedSearchHypotheses.in_order(*parts).some(slice(count))
 
 
 class SearchHypothesisPool(SearchPool):
@@ -160,9 +175,12 @@ class SearchHypothesisPool(SearchPool):
         if not len(ended.leaves):
             return ended.leaves
         offered = FinishedSearchHypotheses(self.scores(ended.sums, length, ended.last_tokens), ended.leaves)
-        all_of_them = FinishedSearchHypotheses.in_order(self._finished, offered)
-        self._finished = all_of_them.some(slice(self.width))
-        return all_of_them.leaves[self.width :]
+        return self._keep_best(FinishedSearchHypotheses.in_order(self._finished, offered))
+
+    def _keep_best(self, hypotheses: FinishedSearchHypotheses) -> np.ndarray:
+        """Let the best of all that there are, in order, be the pool. Returns the leaves of the others."""
+        self._finished = hypotheses.some(slice(self.width))
+        return hypotheses.leaves[self.width :]
 
     def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         outdone, best = self.add(ended, length), float(running.max())

@@ -32,7 +32,7 @@ from vllm_trie.options.matrix import options_refusal
 pytestmark = pytest.mark.slow
 
 WIDTH, MAX_TOKENS, NGRAM, LEAST = 4, 12, 2, 6
-EOS, BANNED = 1, set(range(300, 340))
+EOS, OTHER_STOP, BANNED = 1, 400, set(range(300, 340))
 ITEMS = random_items(300, [3, 4])
 PROMPT = trained_prompts([40])[0]
 
@@ -71,6 +71,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "trace": {"trace": True},
     "beam_results": {"beam_results": True},
     "allowed_sequences": {"allowed_sequences": [[*item] for item in ITEMS]},
+    "catalog_unique": {
+        **{"allowed_sequences": [[*item] for item in ITEMS], "catalog_stop": True},
+        **{"stop_token_ids": [OTHER_STOP], "catalog_unique": True},  # so an item may end in two ways
+    },
     "structured_outputs": {"structured_outputs": structured("choice")},
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": NGRAM},
@@ -105,12 +109,14 @@ def repeats_no_ngram(tokens: list[int]) -> bool:
     return not {*new} & {*grams[: len(PROMPT) - NGRAM + 1]} and len({*new}) == len(new)
 
 
+STOPS = EOS, OTHER_STOP
 PROMISES: dict[str, Callable[[Found], bool]] = {
     "stop": lambda found: "\n" not in found.text,
     "ignore_eos": lambda found: found.tokens[-1] != EOS or len(found.tokens) == MAX_TOKENS,
     "min_tokens": lambda found: len(found.tokens) >= LEAST,
     "allowed_token_ids": lambda found: not BANNED & {*found.tokens},
-    "allowed_sequences": lambda found: tuple(token for token in found.tokens if token != EOS) in ITEMS,
+    "allowed_sequences": lambda found: tuple(token for token in found.tokens if token not in STOPS) in ITEMS,
+    "catalog_unique": lambda found: (*found.tokens[:-1],) in ITEMS and found.tokens[-1] in STOPS,
     "structured_outputs": lambda found: found.finish_reason == "length" or MATCHES["choice"](found.text),
     "no_repeat_ngram_size": lambda found: repeats_no_ngram(found.tokens),
 }
@@ -126,7 +132,7 @@ def merged(pair: tuple[str, str]) -> dict[str, Any] | None:
 
 
 PAIRS = {pair: options for pair in combinations(FEATURES, 2) if (options := merged(pair)) is not None}
-TOO_LONG = {"min_tokens", "allowed_sequences"}  # no item has so many tokens
+TOO_LONG = {"min_tokens", "allowed_sequences"}, {"min_tokens", "catalog_unique"}  # no item has so many tokens
 BESIDE_DRAFTS = ("logit_bias", 'unit="step"')  # refused by vLLM, to each candidate of a step
 
 
@@ -234,7 +240,7 @@ def check_promises(name: str, output: Any) -> None:
         said = output.kv_transfer_params["trie_beam"]["beam_results"]
         assert [(one["output_ids"], one["text"]) for one in said] == [(one.tokens, one.text) for one in found], name
     assert output.finished, name
-    assert bool(found) != (features == TOO_LONG), (name, "no hypothesis at all, or one that cannot be")
+    assert bool(found) != (features in TOO_LONG), (name, "no hypothesis at all, or one that cannot be")
     assert all(one.finish_reason != "error" for one in output.outputs), (name, output.outputs[0].stop_reason)
     promised = PROMISES.keys() & features - (OF_TEXT if "compact" in features else set())
     for one in found:
@@ -244,6 +250,8 @@ def check_promises(name: str, output: Any) -> None:
         most = FEATURES["num_beam_groups"]["num_beam_groups"] if groups_may_agree else 1
         counts = Counter(tuple(one.tokens) for one in found)
         assert all(count <= most for count in counts.values()), (name, "too often the same")
+    if "catalog_unique" in features:
+        assert len({(*one.tokens[:-1],) for one in found}) == len(found), (name, "an item twice")
     if not ALTERS_LOGPROBS & features:
         for one in found:
             difference = one.sum_logprobs - logprob_of(one.tokens)

@@ -107,6 +107,8 @@ def check(problem: Problem) -> None:
         assert own.parents.tolist() == theirs.parents.tolist()
         assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
         assert [field.tolist() for field in own.finished] == [field.tolist() for field in theirs.finished]
+        assert (own.finished_ranks is None) == (problem.rules.num_ending is None)
+        assert np.array_equal(own.finished_ranks, theirs.finished_ranks)
         check_reports(own, theirs, lives)
     for own, theirs in zip(taken.going[:3], NextSearchBeams.of(same)[:3], strict=True):
         assert own.dtype == theirs.dtype
@@ -372,6 +374,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
         constraints=(along.rules,),
         num_beams=draw(st.sampled_from([None, 1])),
         filters=draw(st.sampled_from([SearchFilters(), SearchFilters(0.7, 0.5)])),
+        num_ending=draw(st.sampled_from([None, 8, 300, 2_000])),  # the last one is more than there are
     )
     problem = draw(problems(st.just(rules), vocab_sizes=(151,)))
     num_groups, num_rows, _ = problem.shape
@@ -386,6 +389,26 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
 def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem: Problem) -> None:
     with only_wide():
         check(problem)
+
+
+@pytest.mark.parametrize("renormalizes", [False, True])
+def test_kernels_list_what_may_finish_among_more_than_go_on(renormalizes: bool) -> None:
+    """Few beams, but more than a row's best continuations: so kernels for many beams take the step."""
+    along = along_of(OF_MANY_CHILDREN, ItemConstraint("items", renormalizes=renormalizes), device=DEVICE)
+    rules = rules_of(4, constraints=(along.rules,), num_ending=90)
+    problem = Problem(rules, 2, 4, 151, seed=3)
+    problem.states = {along: torch.tensor(NODES[1:5], device=DEVICE).repeat(2, 1)}
+    taken, _ = problem.by_kernels()
+    layout, theirs = rules.layout(*problem.shape[1:]), problem.by_torch()
+    expected = pack_search_step(theirs, layout).words
+    found = unpack_search_steps(taken.words.cpu().numpy(), taken.layout)
+    for own, other in zip(found, unpack_search_steps(expected.cpu().numpy(), layout), strict=True):
+        assert len(own.finished_ranks) > 4
+        assert own.finished_ranks.tolist() == other.finished_ranks.tolist()
+        assert own.finished.tokens.tolist() == other.finished.tokens.tolist()
+        assert own.finished.parents.tolist() == other.finished.parents.tolist()
+        assert own.finished.scores == pytest.approx(other.finished.scores, abs=1e-5)
+        assert own.scores == pytest.approx(other.scores, abs=1e-5)
 
 
 @pytest.mark.parametrize("filters", [SearchFilters(), SearchFilters(0.7, 0.5)], ids=["all", "filtered"])

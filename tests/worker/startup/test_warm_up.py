@@ -253,8 +253,10 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     along = items.on({CATALOG: ConstraintTrie(*parts, [most_children])}, ())
     for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
-        for are_barred, num_beams in product([False, True], [None, -(-width // 3)]):
-            rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
+        numbers = [(None, None), (-(-width // 3), None), (None, 3 * width + 1)]
+        for are_barred, (num_beams, num_ending) in product([False, True], numbers):
+            of_phase = {"num_beams": num_beams, "num_ending": num_ending}
+            rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), **of_phase)
             of_levels = [nowhere(width, size, dtype=torch.bfloat16) for size in (64, 192)] if renormalizes else []
             for logits, num_rows in product([*logits_of_steps(), *of_levels], {1, width}):
                 take(rules, logits, num_rows, {along: nowhere(1, num_rows)})

@@ -138,6 +138,20 @@ def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalo
         )
     if beam.catalog_stop and not sampling_params_stops(params):
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
+    if beam.catalog_unique:
+        _check_unique_items_fit_request(beam, catalog, what, len(sampling_params_stops(params)))
+
+
+def _check_unique_items_fit_request(beam: BeamParams, catalog: Catalog, what: str, num_stop_tokens: int) -> None:
+    """Refuse a search that would have to look at too many continuations to find different items."""
+    from vllm_trie.engine.unique_catalog_items import MOST_ENDING, widest_engine_search_of_unique_items  # few need it
+
+    widest = widest_engine_search_of_unique_items(beam, catalog, num_stop_tokens)
+    if widest < beam.beam_width:
+        raise ValueError(
+            f"catalog_unique=True with beam_width={beam.beam_width} would look for different items of {what} among "
+            f"more than {MOST_ENDING:,} continuations in a step; lower beam_width to {widest}"
+        )
 
 
 def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExclusion | None:

@@ -63,7 +63,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         num_going, num_stops = rules.num_beams or width, len(stops.ending_token_ids)
         may_complete = bool(stops.strings) and not stops.are_barred
         if self.semantics == "hf" or rules.are_sparse:
-            return SearchSizes(width, num_going, num_rows)
+            return SearchSizes(width, rules.num_ending or num_going, num_rows)
         if self.semantics == "tridecode":
             return SearchSizes(width, num_going + width, num_rows)
         num_stopping = num_rows * 2 * width if may_complete else min(width, num_rows * num_stops)

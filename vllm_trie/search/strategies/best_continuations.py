@@ -24,12 +24,13 @@ def best_strategy_continuations(
 
     One may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
     apart, each by the boosts that it has there. Rows have a few children each, which are ranked like a vocabulary of
-    that size.
+    that size. Under `rules.num_ending` so many may finish, and the host decides which do.
 
     Args:
         sparse: The constraint that lists continuations.
     """
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
+    num_ending = rules.num_ending or width
     boosts = inputs.boosts if inputs.boosts is None else inputs.boosts.expand_as(logprobs)
     most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
 
@@ -44,7 +45,7 @@ def best_strategy_continuations(
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
         del found  # which takes memory
-        allowed = filtered_search_logprobs(own, rules.filters, width + sparse.num_ends if boosts is None else None)
+        allowed = filtered_search_logprobs(own, rules.filters, num_ending + sparse.num_ends if boosts is None else None)
         if boosts is not None:
             added = boosts.gather(-1, tokens)
             added = added if ends is None else _strategy_end_boosts(logprobs, beams, tokens).where(ends, added)
@@ -74,7 +75,7 @@ def best_strategy_continuations(
         return sparse.outcomes(_strategy_values_at(targets, candidates))
 
     allowed, tokens, targets = ranked(are_over=True)
-    over = live = _best_strategy_places(allowed, scores, width)
+    over = live = _best_strategy_places(allowed, scores, num_ending)
     of_over = of_live = outcomes(over)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
     finished = over._replace(tokens=_strategy_values_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))

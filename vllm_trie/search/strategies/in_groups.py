@@ -14,7 +14,7 @@ from vllm_trie.search.beams import STATELESS, SearchBeams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchPhase, SearchRules, SearchSizes, SearchStrategy
-from vllm_trie.search.step_result import SearchStepResult
+from vllm_trie.search.step_result import SearchStepResult, filled_up_search_candidates
 from vllm_trie.search.strategies.best import BestStrategy
 
 
@@ -73,6 +73,8 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
                 counts[:, self.padding] += width
             counts.scatter_add_(1, step.tokens, (step.scores > NEVER).int())
             finished = step.finished._replace(parents=step.finished.parents + first)
+            if rules.num_ending is not None:  # places tell the group, and the rank in it
+                finished = filled_up_search_candidates(finished, rules.num_ending - finished.scores.shape[1])
             steps.append(step._replace(parents=step.parents + first, finished=finished))
             if rules.num_logprobs is not None:
                 penalised.append((logprobs[:, at] - penalties[:, None]).expand(-1, width, -1))

@@ -82,9 +82,9 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
 
 
 def beams_are_few_for_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
-    """Whether each row of a group is ranked by itself."""
+    """Whether each row of a group is ranked by itself, of which no more is kept than may go on."""
     is_small = sizes.vocab_size <= MOST_TILES * TILE if not rules.are_sparse else sizes.most_children <= CHILDREN[-1]
-    return is_small and rules.width <= SLOTS[-1]
+    return is_small and rules.width <= SLOTS[-1] and rules.num_ending is None
 
 
 class KernelStep(TakeStep):
@@ -124,7 +124,7 @@ def _kernel_ranking(rules: SearchRules, sizes: KernelStepSizes, is_few: bool, mo
     (num_rows, vocab_size, _), log_min_p = sizes, kernel_log_min_p(rules.filters)
     if rules.are_sparse:
         rank_items = rank_items_of_few_by_kernel if is_few else rank_items_of_many_by_kernels
-        return rank_items(sizes, most, log_min_p)
+        return rank_items(sizes, rules.num_ending or most, log_min_p)
     if is_few:
         wanted = wanted_by_kernels(rules)
         return KernelRanking(KernelRowRanking(wanted, vocab_size), vocab_size, wanted.kept)
