@@ -23,6 +23,7 @@ from vllm_trie import beam_params, hypotheses
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.items import CatalogItems
 from vllm_trie.entrypoints.llm import llm_beam_search
+from vllm_trie.options.parts import MOST_EXCLUDED
 
 NUM_LEVELS, SEED, FIRST_CODE = 4, 0, 2
 PROMPT_TOKENS = 1000
@@ -87,6 +88,9 @@ def measure_sizes(bench: Bench, variant: str, width: int, sizes: list[int]) -> M
     runs: dict[str, Callable[[], object]] = {"none": partial(generate, llm, prompts, free)}
     for size in map(str, sizes):
         runs[size] = partial(generate, llm, prompts, beam_params(width, max_tokens=NUM_LEVELS, catalog=size))
+    excluded = list(range(min(sizes[-1] // 10, MOST_EXCLUDED)))  # ids of items anywhere
+    without = beam_params(width, max_tokens=NUM_LEVELS, catalog=str(sizes[-1]), exclude_items=excluded)
+    runs[f"{sizes[-1]} but {len(excluded)}"] = partial(generate, llm, prompts, without)
     seconds = alternate(runs, bench.setting.pick(2, 7, 15))
     of_step = {name: 1000 * statistics.median(own) / NUM_LEVELS for name, own in seconds.items()}
     rows = [(variant, width, name, of_step[name], median_ratio(own, seconds["none"])) for name, own in seconds.items()]
@@ -99,7 +103,7 @@ SIZES = Table(
     size_cells,
     measure_sizes,
     f"a search of {NUM_LEVELS} tokens on a cached prompt of {PROMPT_TOKENS}, whole call over its steps, in turn; "
-    "times: medians of ratios",
+    "times: medians of ratios; but: so many are excluded, which are part of the request",
 )
 
 # Whole searches against peers.

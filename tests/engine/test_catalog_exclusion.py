@@ -114,7 +114,7 @@ def test_a_list_is_read_when_a_search_begins_and_goes_with_what_its_request_excl
     (tmp_path / "blocked").write_text("4\n\n 2\n77\n4\n")
     catalogs = EngineCatalogs({"items": str(tmp_path / "items")}, 1 << 20, {"blocked": str(tmp_path / "blocked")})
     assert catalogs.lists["blocked"].tolist() == [2, 4, 77]
-    blocked = ALONG.model_copy(update={"exclude": "blocked"})
+    blocked = ALONG.model_copy(update={"exclude_list": "blocked"})
     both, alone, nothing = (
         catalogs.use(blocked, ticket(catalog, 1)),
         catalogs.use(blocked, GroupTicketMessage(1, None)),

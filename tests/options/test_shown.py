@@ -154,7 +154,7 @@ BOUNDS = {  # characters of a text, and entries of a list, of options that take 
     "catalog": (256, 256),
     "catalog_after": (256, 256),
     "exclude_items": (2_200_000, 100_000),
-    "exclude": (256, 256),
+    "exclude_list": (256, 256),
     "metric": (256, 256),
     "step_stop": (256, 64),
     "scorer": (2_000, 256),

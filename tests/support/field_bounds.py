@@ -113,7 +113,7 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "catalog_renormalize": lambda: each("catalog_renormalize", True, LONG, **ITEMS),
     "catalog_unique": lambda: each("catalog_unique", True, LONG, **ITEMS),
     "exclude_items": lambda: each("exclude_items", [1], [HUGE], [LONG], [1] * 100_001, catalog="x"),
-    "exclude": lambda: each("exclude", "x" * 256, LONG, catalog="x"),
+    "exclude_list": lambda: each("exclude_list", "x" * 256, LONG, catalog="x"),
     "step_stop": lambda: each("step_stop", ["\n" * 64] * MOST_STOPS, ["a"] * (MOST_STOPS + 1), [LONG], **STEPS),
     "scorer": lambda: each("scorer", LONG, [LONG], **STEPS),
     "candidates": lambda: each("candidates", 16 * ROWS // 2, 16 * ROWS, LARGE, **{**STEPS, "max_tokens": 1}),

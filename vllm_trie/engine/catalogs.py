@@ -255,7 +255,7 @@ class EngineCatalogs(CatalogStore):
 
     def _exclusion(self, params: BeamParams, ticket: GroupTicketMessage, catalog: Catalog) -> Exclusion | None:
         """What a new search must not come to, by the present version of the list that it names, if it does."""
-        listed = None if params.exclude is None else self.lists[params.exclude]
+        listed = None if params.exclude_list is None else self.lists[params.exclude_list]
         if ticket.exclusion is not None:
             return SentExclusion(**ticket.exclusion).exclusion(catalog, listed)
         return None if listed is None else Exclusion.of(catalog, listed)

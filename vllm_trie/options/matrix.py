@@ -128,7 +128,11 @@ NEEDS = (
         ITEMS,
         "needs a catalog or allowed_sequences; add one, or leave it out",
     ),
-    Need(("exclude_items", "exclude"), ("catalog",), "needs a catalog, whose items it names; add one, or leave it out"),
+    Need(
+        ("exclude_items", "exclude_list"),
+        ("catalog",),
+        "needs a catalog, whose items it names; add one, or leave it out",
+    ),
     Need(("num_beam_groups",), ("diversity_penalty",), "needs a diversity_penalty above 0, or all groups are alike"),
     Need(("diversity_penalty",), ("num_beam_groups",), "needs groups that differ; set num_beam_groups"),
     Need(("replacement", "stochastic"), ("do_sample",), "has nothing to draw; set do_sample=True", NOT_DRAWN),

@@ -252,7 +252,7 @@ class Catalogs(Options):
             texts come before it: `beam_width` different items compete.
         exclude_items: Ids of items of the catalog that no hypothesis may have, up to 100,000: what a user has seen,
             what is out of stock. In `vllm_xargs` also as a JSON text.
-        exclude: The engine's list of items, likewise; see the option `exclude` of engines.
+        exclude_list: The name of a list of such items, one of the engine's option `exclude`.
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
@@ -265,7 +265,7 @@ class Catalogs(Options):
     exclude_items: list[Int64] | None = option(
         None, _ITEMS, MOST_EXCLUDED_JSON, max_length=MOST_EXCLUDED, fail_fast=True
     )
-    exclude: str | None = option(None, "is not the name of a list of items; pass a string")
+    exclude_list: str | None = option(None, "is not the name of a list of items; pass a string")
 
 
 class Steps(Options):

@@ -204,12 +204,12 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
         (tmp_path / f"{name}.txt").write_text("\n".join(map(str, ids)))
     engine = with_items(engines, model, tmp_path, FLAT)
     core, prompt = engine.llm.llm_engine, prompt_of(30)
-    params = beam_params(60, n=60, catalog="items", exclude="blocked", max_tokens=6)
+    params = beam_params(60, n=60, catalog="items", exclude_list="blocked", max_tokens=6)
     core.add_request("before", {"prompt_token_ids": prompt}, params.clone())
     core.step()
     assert load_item_list(engine.llm, "blocked", "newer.txt") == {"name": "blocked", "items": len(new)}
     core.add_request("after", {"prompt_token_ids": prompt}, params.clone())
-    own = beam_params(60, n=60, catalog="items", exclude="blocked", exclude_items=old[:9], max_tokens=6)
+    own = beam_params(60, n=60, catalog="items", exclude_list="blocked", exclude_items=old[:9], max_tokens=6)
     core.add_request("both", {"prompt_token_ids": prompt}, own)
     found: dict[str, set[Item]] = {}
     while core.has_unfinished_requests():
@@ -221,7 +221,7 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     (tmp_path / "wrong.txt").write_text("12\nx\n")
     for name, file, why in (
         ("blocked", "wrong.txt", "wrong.txt is no list of items"),
-        ("other", "newer.txt", "exclude='other' is unknown; known: blocked"),
+        ("other", "newer.txt", "exclude_list='other' is unknown; known: blocked"),
         ("blocked", "../newer.txt", "is not in trie_beam.catalog_folder"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -237,7 +237,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"exclude_items": 5}, "exclude_items=5 is not a list"),
     "too many": ({"exclude_items": [*range(100_001)]}, "has 100,001 entries, and may have 100,000; shorten it"),
     "too large": ({"exclude_items": [1 << 70]}, "is not a list of at most 100,000 item ids"),
-    "no list": ({"exclude": "blocked"}, "exclude='blocked' is unknown; this engine has none; start it with"),
+    "no list": ({"exclude_list": "blocked"}, "exclude_list='blocked' is unknown; this engine has none; start it with"),
     "no catalog": ({"catalog": None, "exclude_items": [1]}, "needs a catalog, whose items it names"),
     "a set": ({"catalog": None, "allowed_sequences": [[5]], "exclude_items": [0]}, "needs a catalog"),
 }

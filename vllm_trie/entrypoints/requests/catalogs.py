@@ -57,7 +57,7 @@ def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) ->
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
-    path = _new_file_for_requests(vllm_config, "exclude", name, file)
+    path = _new_file_for_requests(vllm_config, "exclude_list", name, file)
     return path, len(read_item_list(path))
 
 
@@ -66,7 +66,7 @@ def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file
     if not has_beams(vllm_config):
         raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
     config = plugin_config_of(vllm_config)
-    _refuse_unknown_name(option, name, config.exclude if option == "exclude" else config.catalogs)
+    _refuse_unknown_name(option, name, config.exclude if option == "exclude_list" else config.catalogs)
     if config.catalog_folder is None:
         start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
         raise ValueError(f"this engine takes no new catalogs; start it with {start}")
@@ -160,8 +160,8 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
     Raises:
         ValueError: naming the option, and what would work.
     """
-    if beam.exclude is not None:
-        _refuse_unknown_name("exclude", beam.exclude, plugin_config_of(vllm_config).exclude)
+    if beam.exclude_list is not None:
+        _refuse_unknown_name("exclude_list", beam.exclude_list, plugin_config_of(vllm_config).exclude)
     if beam.exclude_items is None:
         return None
     try:
@@ -173,7 +173,7 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
 def _refuse_unknown_name(option: str, name: str | None, known: Collection[str]) -> None:
     """Refuse the name of a catalog or of a list of items that the engine has not."""
     if name not in known:
-        of_engine = "catalogs" if option == "catalog" else option
+        of_engine = "catalogs" if option == "catalog" else "exclude"
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"{of_engine}": {{NAME: FILE}}}}}}'
         names = f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
         raise ValueError(f"{option}={shown_option(name)} is unknown; {names}")
