@@ -54,7 +54,7 @@ class Searched:
     def __init__(self, sequences: Sequences, logprobs_of: LogprobsOf, max_tokens: int = MAX_TOKENS, **options: Any):
         catalog = Catalog.from_sequences([*sequences], [*sequences.values()])
         params = BeamParams(catalog="items", catalog_unique=True, **options)
-        use = EngineCatalogs({}, 1 << 20).use(params, catalog.to_bytes())
+        use = EngineCatalogs({}, 1 << 20).use(params, GroupTicketMessage(1, None, item_set=catalog.to_bytes()))
         sampling = SamplingParams(stop_token_ids=[*STOPS], ignore_eos=True, max_tokens=max_tokens)
         ticket = GroupTicketMessage(params.beam_width, None)
         self.group = new_group(Request("g", [5], sampling, None), params, ticket, 512, False, use)
