@@ -110,8 +110,7 @@ class Bench:
         self._engine: Any = None
         self._asked: tuple[str, dict[str, Any]] | None = None
         self._serving = ExitStack()
-        self._server: Server | None = None
-        self._served: tuple[str, ...] = ()
+        self._servers: dict[tuple[str, ...], Server] = {}  # by their options
 
     def model(self, variant: str = models.AS_IT_IS) -> str:
         """The folder of the model, of one made from it, see `models.VARIANTS`, or of the puzzle's."""
@@ -154,20 +153,21 @@ class Bench:
         return self._engine
 
     def server(self, *options: str) -> Server:
-        """A `vllm serve` of the model, in processes of its own; cells that ask for the same one share it.
+        """A `vllm serve` of the model, in processes of its own, which runs until an engine is asked for.
 
         Args:
             options: Of the command, beyond those of `serving`; with --plugin if it is to have beams.
         """
-        if self._server is None or self._served != options:
-            self.stop_engine()
+        if options not in self._servers:
+            if self._engine is not None:
+                self.stop_engine()
             command = ("vllm", "serve", self.setting.model, "--served-model-name", "target")
             cache = str(int(self.setting.kv_cache_gib * (1 << 30)))
             engine = ("--dtype", self.setting.dtype, "--kv-cache-memory-bytes", cache)
-            log = self._folder / "server.log"
-            self._server = self._serving.enter_context(serving(log, *engine, *options, command=command))
-            self._served = options
-        return self._server
+            log = self._folder / f"server-{len(self._servers)}.log"
+            server = self._serving.enter_context(serving(log, *engine, *options, command=command))
+            self._servers[options] = server
+        return self._servers[options]
 
     def engine_with_draft(self, num_layers: int, variant: str = models.AS_IT_IS, **options: Any) -> Any:
         """An `LLM` whose beams speculate, `num_layers` tokens ahead."""
@@ -228,11 +228,11 @@ class Bench:
             console.print(text)
 
     def stop_engine(self) -> None:
-        """Stop the engine, or the server."""
+        """Stop the engine, or the servers."""
         if self._engine is not None:
             stop(self._engine)
         self._engine = self._asked = None
-        self._server = None
+        self._servers.clear()
         self._serving.close()
 
     def close(self) -> None:

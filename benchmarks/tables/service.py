@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -36,51 +36,60 @@ SHARES = (0.5, 0.8)  # of the requests per second that a search reaches in a clo
 LEAST_ARRIVALS = 8  # fewer say nothing of an open loop
 WARM_UPS = 3
 TIMES_BUDGET = 3  # which a load may take so that each client asks once
+NOT_RUN: Cell = (0, "-", *("-" for _ in PERCENTILES))
 SECONDS = 600  # that an answer may take
-SEED = 0
 
 
 def cells(setting: Setting) -> list[Cell]:
     widths = setting.widths or setting.pick((4,), (50, 256, 1000), (50, 256, 1000))
-    most = setting.pick(max(widths), MOST_TRANSFORMERS_ROWS, max(widths))
-    return [(search, width) for search in SEARCHES for width in widths if search != TRANSFORMERS or width <= most]
+    return [(width,) for width in widths]
 
 
-def measure(bench: Bench, search: str, width: int) -> Measured:
-    """Closed loops of more and more clients, then arrivals at shares of what they reached."""
+def measure(bench: Bench, width: int) -> Measured:
+    """Closed loops of more and more clients, then arrivals at shares of what they reached; searches take turns."""
     catalog = Catalog.open(_file(bench))
-    return Measured([(width, search, *row) for row in asyncio.run(_loads(bench, catalog, search, width))])
+    return Measured([(width, *row) for row in asyncio.run(_loads(bench, catalog, width))])
 
 
 def _file(bench: Bench) -> str:
     return catalog_of(bench, AS_IT_IS, bench.setting.pick(10**3, 10**6, 10**6))
 
 
-async def _loads(bench: Bench, catalog: Catalog, search: str, width: int) -> list[Cell]:
-    """For each load: what it is, how many requests, their number per second, and `PERCENTILES` of their times."""
-    setting, histories, rows = bench.setting, prompts(bench.setting, catalog), list[Cell]()
-    most, budget = setting.pick(4, 64, 256), setting.pick(5, 30, 120)
-    async with SEARCHES[search](bench, catalog, width) as ask:
-        alone = await closed_loop(ask, [next(histories)], 1)  # warms up
-        if alone.duration > budget:
-            return [_row(_closed(1), alone)]
-        alone = await closed_loop(ask, [*islice(histories, WARM_UPS)], 1)
-        fit = max(1, min(most, int(budget / alone.seconds[-1])))
-        capacity = 0.0
-        for num_clients in setting.pick((1, 2), (1, 8, 32), (1, 4, 16, 32)):
-            if num_clients > TIMES_BUDGET * fit:
-                rows.append(_not_run(_closed(num_clients)))
+async def _loads(bench: Bench, catalog: Catalog, width: int) -> list[Cell]:
+    """What loads the searches, the search, how many requests, their number per second, `PERCENTILES` of their times."""
+    setting, rows = bench.setting, list[Cell]()
+    most, budget = setting.pick(4, 64, 256), setting.pick(5, 20, 120)
+    async with AsyncExitStack() as stack:
+        asks: dict[str, tuple[Ask, Iterator[list[int]]]] = {}
+        fit: dict[str, int] = {}  # requests, one at a time
+        for search, opened in SEARCHES.items():
+            if search == TRANSFORMERS and setting.size == "quick" and width > MOST_TRANSFORMERS_ROWS:
                 continue
-            load = await closed_loop(ask, [*islice(histories, max(fit, num_clients))], num_clients)
-            capacity = max(capacity, load.per_second)
-            rows.append(_row(_closed(num_clients), load))
+            ask = await stack.enter_async_context(opened(bench, catalog, width))
+            histories = prompts(setting, catalog, f"{search} {width}")
+            alone = await closed_loop(ask, [next(histories)], 1)  # warms up
+            if alone.duration > budget:
+                rows.append((_closed(1), search, *_figures(alone)))
+                continue
+            alone = await closed_loop(ask, [*islice(histories, WARM_UPS)], 1)
+            fit[search] = max(1, min(most, int(budget / alone.seconds[-1])))
+            asks[search] = ask, histories
+        capacity = dict.fromkeys(asks, 0.0)
+        for num_clients in setting.pick((1, 2), (1, 8, 32), (1, 4, 16, 32)):
+            for search, (ask, histories) in asks.items():
+                if num_clients > TIMES_BUDGET * fit[search]:
+                    rows.append((_closed(num_clients), search, *NOT_RUN))
+                    continue
+                load = await closed_loop(ask, [*islice(histories, max(fit[search], num_clients))], num_clients)
+                capacity[search] = max(capacity[search], load.per_second)
+                rows.append((_closed(num_clients), search, *_figures(load)))
         for share in SHARES:
-            rate = share * capacity
-            label, count = f"{rate:.2g} a second", min(most, int(budget * rate))
-            if count < min(most, LEAST_ARRIVALS):
-                rows.append(_not_run(label))
-            else:
-                rows.append(_row(label, await open_loop(ask, [*islice(histories, count)], rate)))
+            for search, (ask, histories) in asks.items():
+                rate = share * capacity[search]
+                label, count = f"{rate:.2g} a second", min(most, int(budget * rate))
+                is_enough = count >= min(most, LEAST_ARRIVALS)
+                load = await open_loop(ask, [*islice(histories, count)], rate) if is_enough else None
+                rows.append((label, search, *(_figures(load) if load else NOT_RUN)))
     return rows
 
 
@@ -88,44 +97,45 @@ def _closed(num_clients: int) -> str:
     return f"{num_clients} at a time"
 
 
-def _row(label: str, load: Load) -> Cell:
-    return label, len(load.seconds), load.per_second, *load.percentiles
+def _figures(load: Load) -> Cell:
+    return len(load.seconds), load.per_second, *load.percentiles
 
 
-def _not_run(label: str) -> Cell:
-    return label, 0, "-", *("-" for _ in PERCENTILES)
+def prompts(setting: Setting, catalog: Catalog, cell: str) -> Iterator[list[int]]:
+    """Histories of users: tokens of so many items as a prompt has room for, drawn anew without end.
 
-
-def prompts(setting: Setting, catalog: Catalog) -> Iterator[list[int]]:
-    """Histories of users: tokens of so many items as a prompt has room for, drawn anew without end."""
-    random, count = np.random.default_rng(SEED), (setting.prompt_tokens or PROMPT_TOKENS) // catalog.longest
+    Args:
+        cell: Cells share no prompts, as they may share a server with its prefix cache.
+    """
+    random = np.random.default_rng([*cell.encode()])
+    count = (setting.prompt_tokens or PROMPT_TOKENS) // catalog.longest
     while True:
         items = random.integers(0, catalog.num_items, max(count, 1)).tolist()
         yield [token for item in items for token in catalog.sequence(item)]
 
 
 def _server(bench: Bench, catalog: Catalog, *options: str) -> Server:
-    """With limits that are alike for all searches."""
+    """With limits that are alike for all searches; on a GPU several servers share it."""
     import torch
 
     length = min(longest(bench.setting.model), (bench.setting.prompt_tokens or PROMPT_TOKENS) + catalog.longest + 16)
     limits = ("--max-model-len", str(length), "--max-num-seqs", str(MOST_ROWS), "--max-num-batched-tokens", "8192")
-    eager = ("--no-enforce-eager",) if torch.cuda.is_available() else ()
-    return bench.server(*limits, *eager, *options)
+    on_gpu = ("--no-enforce-eager", "--gpu-memory-utilization", "0.2") if torch.cuda.is_available() else ()
+    return bench.server(*limits, *on_gpu, *options)
 
 
 @asynccontextmanager
 async def _ours(
     bench: Bench, catalog: Catalog, width: int, options: dict[str, Any] | None = None
 ) -> AsyncIterator[Ask]:
-    config = {"trie_beam": {"catalogs": {"items": _file(bench)}}}
+    config = {"trie_beam": {"catalogs": {"items": _file(bench)}, "max_beam_width": MOST_ROWS}}
     server = _server(bench, catalog, "--plugin", "trie_beam", "--additional-config", json.dumps(config))
     async with Retriever(server.url, "target", "items", options, catalog.longest, SECONDS) as retriever:
 
         async def ask(prompt: list[int]) -> None:
             found = await retriever.find(prompt, width)
-            if len(set(found.item_ids)) != width:
-                raise RuntimeError(f"{len(set(found.item_ids))} items were found, not {width}")
+            if len(found.item_ids) != width:
+                raise RuntimeError(f"{len(found.item_ids)} items were found, not {width}")
 
         yield ask
 
@@ -151,7 +161,6 @@ async def _transformers(bench: Bench, catalog: Catalog, width: int) -> AsyncIter
     """In this process, without HTTP, one search after the other."""
     import torch
 
-    bench.stop_engine()
     model, one_at_a_time = bench.reference(), asyncio.Lock()
 
     @torch.inference_mode()
@@ -183,13 +192,14 @@ SEARCHES = {
 }
 TABLE = Table(
     "A retrieval service under load",
-    ("beams", "search", "load", "requests", "requests/s", *(f"p{of}, ms" for of in PERCENTILES)),
+    ("beams", "load", "search", "requests", "requests/s", *(f"p{of}, ms" for of in PERCENTILES)),
     cells,
     measure,
     f"catalog of a million items unless --catalog names one; each prompt is another history of about {PROMPT_TOKENS} "
     f"tokens unless --prompt-tokens says how many, none cached; all beams are returned, ours as arrays; {MOST_ROWS} "
-    "rows at once in vLLM; transformers without HTTP in the clients' process, its searches one after the other; at a "
-    "time: so many clients that each ask one after the other; a second: Poisson arrivals, at "
-    f"{SHARES[0]} and {SHARES[1]} of the requests per second that this search reached with clients, times from when a "
-    "request was due; of fewer than 100 requests p99 is the slowest, of fewer than 20 p95, too; -: takes too long here",
+    "rows at once in vLLM; transformers without HTTP in the clients' process, its searches one after the other; "
+    "searches take turns in being loaded; at a time: so many clients that each ask one after the other; a second: "
+    f"Poisson arrivals, at {SHARES[0]} and {SHARES[1]} of the requests per second that this search reached with "
+    "clients, times from when a request was due; of fewer than 100 requests p99 is the slowest, of fewer than 20 p95, "
+    "too; -: takes too long here",
 )

@@ -32,11 +32,12 @@ def nearest(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def centres_of(vectors: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
-    """[count, dimensions] float32: of k-means on a sample of the vectors."""
-    sample = vectors[random.choice(len(vectors), count * SAMPLE)]
+    """[count, dimensions] float32, or fewer if there are fewer vectors: of k-means on a sample of them."""
+    sample = random.permutation(vectors)[: count * SAMPLE]
     centres = sample[:count].copy()
     for _ in range(ROUNDS):
-        order, sizes = (found := nearest(sample, centres)).argsort(), np.bincount(found, minlength=count)
+        codes = nearest(sample, centres)
+        order, sizes = codes.argsort(), np.bincount(codes, minlength=len(centres))
         held = sizes > 0
         starts = (sizes.cumsum() - sizes)[held]
         centres[held] = np.add.reduceat(sample[order], starts) / sizes[held, None]

@@ -123,8 +123,9 @@ def test_prompts_are_histories_of_items_as_long_as_asked_for() -> None:
     items = np.arange(300).reshape(100, 3)
     catalog = Catalog.from_sequences(items.tolist())
     for asked, length in ((None, 126), (30, 30), (2, 3)):
-        first, second = islice(service.prompts(Setting(prompt_tokens=asked), catalog), 2)
+        first, second = islice(service.prompts(Setting(prompt_tokens=asked), catalog, "a"), 2)
         assert first != second
+        assert next(service.prompts(Setting(prompt_tokens=asked), catalog, "b")) not in (first, second)
         assert len(first) == len(second) == length
         assert (catalog.find(np.array(first).reshape(-1, 3)) >= 0).all()
 
