@@ -30,8 +30,8 @@ ABOUT_GPUS = (
     "`python -m benchmarks.gpu_engines --minutes 8` measures engines in order of worth, and lists what did not fit. "
     "Cases alone: `--only` with beginnings of the names that `--help` has: `--only 1.7B:256x8 http:50 pair:exact`. "
     "`python -m benchmarks.gpu_check` makes the other tables, `--only` one of them. Commands with `--model` are of an "
-    "earlier version. All of this was measured before steps of searches replayed full CUDA graphs, and one graph held a "
-    "selection with its fork; nothing has run on a GPU since."
+    "earlier version. All of this was measured before steps of searches replayed full CUDA graphs, and one graph held "
+    "a selection with its fork; nothing has run on a GPU since."
 )
 MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
