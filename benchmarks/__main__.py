@@ -36,6 +36,7 @@ from benchmarks.tables import (
     reclamation,
     retrieval,
     serve,
+    service,
     speculation,
     step_search,
     tasks,
@@ -72,6 +73,7 @@ TABLES: dict[str, Table] = {
     "catalogs": retrieval.SIZES,
     "retrieval": retrieval.TABLE,
     "load": retrieval.LOAD,
+    "service": service.TABLE,
     "lookup": lookup.TABLE,
     "attention": attention.STEP,
     "shared": attention.SEARCH,
@@ -82,7 +84,7 @@ TABLES: dict[str, Table] = {
 }
 REAL = "smollm2"
 OURS_ALONE = (  # no paper has them
-    *("host", "launches", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load"),
+    *("host", "launches", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load", "service"),
     *("auto", "lookup", "attention", "shared", "steps_scored", "puzzle", "tasks", "parity"),
 )
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
@@ -129,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the engine and of transformers")
     parser.add_argument("--catalog", metavar="FILE", help="that tables of retrieval search along; default: made up")
+    told = "of the histories that are prompts of the table `service`"
+    parser.add_argument("--prompt-tokens", type=_positive, metavar="TOKENS", help=told)
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, metavar="GIB", help="for KV blocks")
     parser.add_argument("--repeats", type=_positive, default=3, help="alternations per timing; medians are shown")
     parser.add_argument("--again", action="store_true", help="measure anew what is measured already")
@@ -168,6 +172,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         args.dtype,
         args.kv_cache_gib,
         args.catalog,
+        args.prompt_tokens,
         get.NAME if args.model == REAL else None,
     )
 

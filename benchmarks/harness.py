@@ -26,6 +26,7 @@ from benchmarks import models, puzzle
 from benchmarks.common import BLOCK_SIZE, PAIR, TARGET, console, make_engine, show, stop
 from benchmarks.peers.ctranslate2 import CTranslate2Search
 from benchmarks.prompts import CODE, PromptSet
+from benchmarks.server import Server, serving
 from benchmarks.smollm2.draft_model import ARCHITECTURE, DraftInTransformers
 
 Cell = tuple[Any, ...]  # of what JSON can hold
@@ -48,6 +49,7 @@ class Setting:
         dtype: Of the engine, and of transformers.
         kv_cache_gib: For KV blocks.
         catalog: The file that tables of retrieval search along; None: synthetic ones.
+        prompt_tokens: Of a prompt, where users' histories are prompts; None: the table's own choice.
         model_name: What results call the model, if not by its folder; its draft likewise.
     """
 
@@ -61,6 +63,7 @@ class Setting:
     dtype: str = "float32"
     kv_cache_gib: float = 1.0
     catalog: str | None = None
+    prompt_tokens: int | None = None
     model_name: str | None = None
 
     @property
@@ -106,6 +109,8 @@ class Bench:
         self._said: set[str] = set()
         self._engine: Any = None
         self._asked: tuple[str, dict[str, Any]] | None = None
+        self._serving = ExitStack()
+        self._servers: dict[tuple[str, ...], Server] = {}  # by their options
 
     def model(self, variant: str = models.AS_IT_IS) -> str:
         """The folder of the model, of one made from it, see `models.VARIANTS`, or of the puzzle's."""
@@ -146,6 +151,23 @@ class Bench:
             )
             self._asked = (variant, options)
         return self._engine
+
+    def server(self, *options: str) -> Server:
+        """A `vllm serve` of the model, in processes of its own, which runs until an engine is asked for.
+
+        Args:
+            options: Of the command, beyond those of `serving`; with --plugin if it is to have beams.
+        """
+        if options not in self._servers:
+            if self._engine is not None:
+                self.stop_engine()
+            command = ("vllm", "serve", self.setting.model, "--served-model-name", "target")
+            cache = str(int(self.setting.kv_cache_gib * (1 << 30)))
+            engine = ("--dtype", self.setting.dtype, "--kv-cache-memory-bytes", cache)
+            log = self._folder / f"server-{len(self._servers)}.log"
+            server = self._serving.enter_context(serving(log, *engine, *options, command=command))
+            self._servers[options] = server
+        return self._servers[options]
 
     def engine_with_draft(self, num_layers: int, variant: str = models.AS_IT_IS, **options: Any) -> Any:
         """An `LLM` whose beams speculate, `num_layers` tokens ahead."""
@@ -206,9 +228,12 @@ class Bench:
             console.print(text)
 
     def stop_engine(self) -> None:
+        """Stop the engine, or the servers."""
         if self._engine is not None:
             stop(self._engine)
         self._engine = self._asked = None
+        self._servers.clear()
+        self._serving.close()
 
     def close(self) -> None:
         self.stop_engine()

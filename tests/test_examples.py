@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,15 @@ from tests.support.audio import make_whisper, recording
 from tests.support.documents import EXAMPLE_COMMANDS
 from tests.support.engine import ROOT
 from tests.support.sounds import soundfile
+from vllm_trie.catalog import Catalog
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 COMMANDS = [command for command in EXAMPLE_COMMANDS if "client.py" not in command]
 ON_RAY = [command for command in COMMANDS if "ray_data" in command]
 HEAR = [command for command in COMMANDS if "transcribe" in command]
-OFFLINE = [command for command in COMMANDS if command not in (*ON_RAY, *HEAR)]
+MAKE_ITEMS = [command for command in COMMANDS if "make_items" in command]
+OFFLINE = [command for command in COMMANDS if command not in (*ON_RAY, *HEAR, *MAKE_ITEMS)]
 SHARE_AN_ENGINE = ("correct", "self_evaluate", "solve_by_steps")  # in a row; a reward model's end is that of the engine
 OFFLINE.sort(key=lambda command: next((i for i, name in enumerate(SHARE_AN_ENGINE) if f"/{name}/" in command), 3))
 
@@ -85,6 +88,15 @@ def hears(with_shared_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_example_runs(command: str, run: Run, folder: Path) -> None:
     shown = run(command, reward_model=str(folder / "reward_model"))
     assert re.search(r"^  .*\d", shown, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize("command", MAKE_ITEMS, ids=lambda command: command.split()[0])
+def test_a_million_items_become_a_catalog(command: str, run: Run, folder: Path) -> None:
+    items, catalog = folder / "items-1.jsonl", folder / "items-1.catalog"
+    assert "1,000,000 items of 4 tokens" in run(command, **{"items-1.jsonl": str(items)})
+    build = [sys.executable, "-m", "vllm_trie.catalog", "build", items, catalog, "--vocab-size", "2048"]
+    subprocess.run(build, cwd=ROOT, check=True)
+    assert (Catalog.open(catalog).num_items, Catalog.open(catalog).longest) == (1_000_000, 4)
 
 
 @pytest.mark.parametrize("command", HEAR, ids=lambda command: command.split()[0])

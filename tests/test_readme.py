@@ -89,6 +89,10 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
             from benchmarks.__main__ import _parser
 
             assert _parser().parse_args(arguments).only
+        if module == "benchmarks.arrivals":
+            from benchmarks.arrivals import load_parser
+
+            assert load_parser().parse_args(arguments).requests
         if module == "benchmarks.gpu_engines":
             from benchmarks.gpu_engines.__main__ import chosen, groups, parsed
 
