@@ -18,7 +18,6 @@ from examples.retrieve import client
 from examples.retrieve.client import Found, RetrievalError, Retriever, replace
 from tests.support.documents import DOCUMENTS
 from tests.support.served import PROMPTS, TITLES
-from vllm_trie import BeamParams
 from vllm_trie.catalog import Catalog
 
 pytestmark = pytest.mark.slow
@@ -63,7 +62,6 @@ def test_items_come_best_first_with_the_sums_of_their_log_probabilities(server: 
     assert sum(best.logprobs.token_logprobs) == pytest.approx(found.scores[0], abs=1e-3)
 
 
-@pytest.mark.skipif("exclude_items" not in BeamParams.model_fields, reason="no such option yet")
 def test_what_a_user_had_is_not_found(server: Server) -> None:
     best, *others = find(server).item_ids
     assert find(server, history=(best,)).item_ids == others
