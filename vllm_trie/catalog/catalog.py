@@ -207,7 +207,8 @@ class Catalog(CatalogHeader):
             Nodes [m] int32, ascending; and those of the ids that no item has.
         """
         ids, nodes = self._nodes_by_id
-        first = ids.searchsorted(item_ids)
+        # As a rule ids are the numbers of lines.
+        first = item_ids if self._are_ids_numbers else ids.searchsorted(item_ids)
         is_known = ids.take(first, mode="clip") == item_ids
         unknown = item_ids[~is_known]
         first = first[is_known] if len(unknown) else first
@@ -226,6 +227,12 @@ class Catalog(CatalogHeader):
         """Item ids, ascending, and the node where each ends: [items] int64 and int32."""
         order = np.argsort(self.item_ids, kind="stable")
         return self.item_ids[order], np.flatnonzero(self.is_item).astype(np.int32)[order]
+
+    @cached_property
+    def _are_ids_numbers(self) -> bool:
+        """Whether the ids are 0, 1, ... up to the number of items."""
+        ids, _ = self._nodes_by_id
+        return self._has_one_sequence_each and int(ids[0]) == 0 and int(ids[-1]) == len(ids) - 1
 
     @cached_property
     def _has_one_sequence_each(self) -> bool:

@@ -14,6 +14,8 @@ from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.options.shown import shown_option_name
 from vllm_trie.search.constraints.closed_nodes import IS_CLOSED, KIND_BITS, NO_ITEM_ENDS, NO_WAY_ON, NodeCodes
 
+ZERO = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Exclusion:
@@ -122,32 +124,35 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
     for start in reversed(catalog_level_starts(first_child)[1:-1]):
         at = ended.searchsorted(start)
         ended, here = ended[:at], ended[at:]
-        nodes, kinds = (
-            np.append(here, shut),
-            np.repeat(np.array([NO_ITEM_ENDS, NO_WAY_ON], np.int8), [len(here), len(shut)]),
-        )
-        if len(shut):
-            order = nodes.argsort(kind="stable")
-            nodes, kinds = nodes[order], kinds[order]
-            is_again = np.append(False, nodes[1:] == nodes[:-1])
-            kinds[:-1] |= kinds[1:] * is_again[1:]
-            nodes, kinds = nodes[~is_again], kinds[~is_again]
+        nodes, kinds = _with_kinds(here, shut)
         num_children = first_child[nodes + 1] - first_child[nodes]
-        is_dead = (kinds | ~is_item[nodes] * NO_ITEM_ENDS | (num_children == 0) * NO_WAY_ON) == IS_CLOSED
-        kinds[is_dead] = IS_CLOSED
+        kinds[(num_children == 0) | ((kinds == NO_WAY_ON) & ~is_item[nodes])] = IS_CLOSED
+        is_dead = kinds == IS_CLOSED
         own = parents[nodes]  # ascending, as nodes are
-        first = np.flatnonzero(np.append(True, own[1:] != own[:-1])[: len(own)])
-        num_closed, num_dead = (
-            np.diff(first, append=len(own)),
-            np.diff(np.append(0, is_dead.cumsum())[np.append(first, -1)]),
-        )
-        above = own[first]
+        first = np.flatnonzero(own[1:] != own[:-1]) + 1
+        first = np.concatenate([ZERO[: len(own)], first])
+        above, num_closed = own[first], np.diff(first, append=len(own))
+        num_dead = np.add.reduceat(is_dead, first, dtype=np.int32) if len(first) else first
         is_shut = (num_dead == first_child[above + 1] - first_child[above]) & (above > 0)
         shut = above[is_shut]
-        ends_too = is_item[shut] & (ended.take(ended.searchsorted(shut), mode="clip") != shut if len(ended) else True)
         is_dead_above = is_shut.copy()
-        is_dead_above[is_shut] = ~ends_too
-        is_left = np.repeat(~is_dead_above, num_closed)
-        levels.append((nodes.astype(np.int64) << KIND_BITS | kinds)[is_left])
+        is_dead_above[is_shut] = ~is_item[shut] | np.isin(shut, ended)
+        codes = nodes.astype(np.int64) << KIND_BITS | kinds
+        if is_dead_above.any():
+            codes = codes[np.repeat(~is_dead_above, num_closed)]
+        levels.append(codes)
         most_together = max(most_together, int(num_closed[~is_dead_above].max(initial=0)))
     return NodeCodes(np.concatenate(levels[::-1]), most_together)
+
+
+def _with_kinds(ended: np.ndarray, shut: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[n] nodes of a level, ascending, where items end no more, or all of whose children are dead; [n] int8 which."""
+    kinds = np.full(len(ended), NO_ITEM_ENDS, np.int8)
+    if not len(shut):
+        return ended, kinds
+    nodes, kinds = np.append(ended, shut), np.append(kinds, np.full(len(shut), NO_WAY_ON, np.int8))
+    order = nodes.argsort(kind="stable")
+    nodes, kinds = nodes[order], kinds[order]
+    is_again = np.append(False, nodes[1:] == nodes[:-1])  # it is both
+    kinds[:-1][is_again[1:]] = IS_CLOSED
+    return nodes[~is_again], kinds[~is_again]
