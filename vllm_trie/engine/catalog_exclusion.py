@@ -132,7 +132,8 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         first = np.flatnonzero(own[1:] != own[:-1]) + 1
         first = np.concatenate([ZERO[: len(own)], first])
         above, num_closed = own[first], np.diff(first, append=len(own))
-        num_dead = np.add.reduceat(is_dead, first, dtype=np.int32) if len(first) else first
+        dead_before = np.append(ZERO, is_dead.cumsum())
+        num_dead = dead_before[first + num_closed] - dead_before[first]
         is_shut = (num_dead == first_child[above + 1] - first_child[above]) & (above > 0)
         shut = above[is_shut]
         is_dead_above = is_shut.copy()
