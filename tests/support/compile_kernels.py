@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ AMONG = (
     ("maxima", "sums"),
     ("level",),
 )  # all tokens, or those of a level: what kernels along a catalog take in each case
+CLOSED = {"closed": LONGS, "num_closed": INT, "closed_bits": INT}  # where items are excluded
 ALONG = {"states": LONGS, "first_node": "*i32", "node_tokens": "*i32", "is_item": "*i8", "targets": LONGS}
 
 
@@ -111,10 +113,10 @@ def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
     return tiles._rank_rows_kernel, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
 
 
-def to_select(slots: int, is_along: bool) -> tuple[Any, ...]:
+def to_select(slots: int, is_along: bool, excludes: bool = False) -> tuple[Any, ...]:
     """The kernel that decides what goes on and what finishes; 0: of many beams, whose keys are in order."""
-    types = SELECTED | WORDS | (ALONG if is_along else {})
-    nodes = {} if is_along else dict.fromkeys(ALONG)
+    types = SELECTED | WORDS | (ALONG if is_along else {}) | (CLOSED if excludes else {})
+    nodes = dict.fromkeys((*(() if is_along else ALONG), *(() if excludes else CLOSED)))
     if not slots:
         sizes = decide.kernel_sizes_to_select_of_many()
         return decide._select_kernel, types | {"room": "*i32"}, sizes | nodes, decide.NUM_WARPS
@@ -134,18 +136,26 @@ def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
 IN_GROUPS = (4, 16), (16, 16), (4, 64), (16, 64), (32, 64)  # slots, and continuations kept of each row
 
 
-def along(kernel: Any, types: dict[str, str], sizes: dict[str, Any], *others: Any) -> Iterator[tuple[Any, ...]]:
-    """A kernel along a catalog, of rows that are normalised among all tokens, and among those of a level."""
-    for taken, left_out in (AMONG, AMONG[::-1]):
-        own = {name: kind for name, kind in types.items() if name not in left_out}
+def along(
+    kernel: Any, types: dict[str, str], sizes: dict[str, Any], num_warps: int, if_closed: int | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """A kernel along a catalog, of rows that are normalised among all tokens, and among those of a level.
+
+    Both without items that are excluded, and with some, for which it may have another number of warps.
+    """
+    for (taken, left_out), closed in product((AMONG, AMONG[::-1]), ({}, CLOSED)):
+        own = {name: kind for name, kind in types.items() if name not in left_out} | closed
         own |= {"level": LONGS} if "level" in taken else {}
-        yield kernel, own, sizes | {name: None for name in left_out if name in kernel.arg_names}, *others
+        nothing = (*left_out, *(() if closed else CLOSED))
+        constants = sizes | {name: None for name in nothing if name in kernel.arg_names}
+        yield kernel, own, constants, (if_closed or num_warps) if closed else num_warps
 
 
 def to_rank_items(children: int) -> Iterator[tuple[Any, ...]]:
     """The kernel that ranks the children of each row's node, of which there are so many at most."""
     sizes = items.kernel_sizes_to_rank_items(38, children)
-    yield from along(items._rank_items_kernel, TILES | RANKED | TRIE, sizes, items.WARPS_TO_RANK)
+    warps = (items.warps_to_rank_items(children, excludes) for excludes in (False, True))
+    yield from along(items._rank_items_kernel, TILES | RANKED | TRIE, sizes, *warps)
 
 
 def to_report(per_row: int) -> tuple[Any, ...]:
@@ -337,7 +347,7 @@ CASES: list[tuple[Any, ...]] = [
     (tiles._tile_max_kernel, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
     to_rank(SLOTS[0], blocks=1),
     *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in forest_growth.SIZES)})),
-    *(to_select(slots, is_along) for slots in (0, *SLOTS) for is_along in (False, True)),
+    *(to_select(slots, *along) for slots in (0, *SLOTS) for along in ((False,), (True,), (True, True))),
     *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
     *(case for children in CHILDREN for case in to_rank_items(children)),
     *MANY,

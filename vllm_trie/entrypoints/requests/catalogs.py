@@ -15,6 +15,7 @@ from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characte
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import sampling_params_stops
+from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.supported_engines import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
@@ -162,10 +163,18 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
     """
     if beam.exclude_list is not None:
         _refuse_unknown_name("exclude_list", beam.exclude_list, plugin_config_of(vllm_config).exclude)
+    if beam.exclude_items is None and beam.exclude_list is None:
+        return None
+    catalog = catalogs_for_requests(vllm_config)[str(beam.catalog)]
+    if beam.catalog_items * catalog.num_nodes > MOST_PLACES:
+        raise ValueError(
+            f"catalog_items={beam.catalog_items} are too many where items are excluded; pass at most "
+            f"{MOST_PLACES // catalog.num_nodes:,}"
+        )
     if beam.exclude_items is None:
         return None
     try:
-        return SentExclusion.of(catalogs_for_requests(vllm_config)[str(beam.catalog)], beam.exclude_items)
+        return SentExclusion.of(catalog, beam.exclude_items)
     except ValueError as error:
         raise ValueError(f"exclude_items: {error}") from None
 

@@ -102,11 +102,16 @@ def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: f
         normal = torch.empty(scores.numel(), 2, dtype=torch.float32, device=scores.device)
         _rank_items_kernel[scores.numel(),](
             *tiles.of_logits, *tiles[4:], scores, scores.shape[1], count, log_min_p, *nodes, *of_level,
-            keys, normal, **compiled, num_warps=WARPS_TO_RANK,
+            keys, normal, **compiled, num_warps=warps_to_rank_items(children, excludes=nodes[-1] > 0),
         )  # fmt: skip
         return KernelKeys(keys, normal)
 
     return KernelRanking(launch, children, KEPT.value)
+
+
+def warps_to_rank_items(children: int, excludes: bool) -> int:
+    """More where what is closed of many children is known, too: else it would spill."""
+    return WARPS_TO_RANK * (2 if excludes and children == CHILDREN[-1] else 1)
 
 
 def kernel_places_for_items(sizes: KernelStepSizes) -> int:
