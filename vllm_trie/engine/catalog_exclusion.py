@@ -5,14 +5,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.options.shown import shown_option_name
-from vllm_trie.search.constraints.closed_nodes import IS_CLOSED, KIND_BITS, NO_ITEM_ENDS, NO_WAY_ON, NodeCodes
+from vllm_trie.search.constraints.closed_nodes import (
+    IS_CLOSED,
+    KIND_BITS,
+    NO_ITEM_ENDS,
+    NO_WAY_ON,
+    PART,
+    NodeCodes,
+)
+
+if TYPE_CHECKING:
+    from vllm_trie.catalog import Catalog
 
 ZERO = np.zeros(1, np.int64)
 
@@ -44,12 +53,13 @@ class Exclusion:
         ended, unknown = catalog.nodes_of_items(item_ids)
         if is_strict and len(unknown):
             raise ValueError(f"{unknown[0]} is no item of this catalog; leave it out")
-        return cls(_exclusion_digest(catalog.digest, item_ids), _closed_nodes(catalog, ended))
+        return cls(exclusion_digest(catalog, item_ids), _closed_nodes(catalog, ended))
 
     @property
     def num_bytes_on_device(self) -> int:
         """That it takes of `ClosedNodes`, and as much again, as these grow by doubling."""
-        return 2 * self.nodes.codes.nbytes
+        codes = self.nodes.codes
+        return 2 * codes.itemsize * PART * (len(codes) // PART + 1)
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,14 @@ class SentExclusion:
         nodes = Exclusion.of(catalog, ids, is_strict=True).nodes
         return cls(ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)
 
-    def exclusion(self, catalog: Catalog, others: np.ndarray | None) -> Exclusion:
-        """What is closed in a version of the catalog, with other items [n] int64 that a list excludes."""
-        ids = np.frombuffer(self.item_ids, np.int64)
-        if others is not None:
-            return Exclusion.of(catalog, np.union1d(ids, others))
-        if catalog.digest != self.catalog:
-            return Exclusion.of(catalog, ids)
-        nodes = NodeCodes(np.frombuffer(self.codes, np.int64), self.most_together)
-        return Exclusion(_exclusion_digest(catalog.digest, ids), nodes)
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] int64."""
+        return np.frombuffer(self.item_ids, np.int64)
+
+    def looked_up(self, digest: str) -> Exclusion:
+        """What the front end has found, by the digest that it has."""
+        return Exclusion(digest, NodeCodes(np.frombuffer(self.codes, np.int64), self.most_together))
 
 
 def read_item_list(path: str) -> np.ndarray:
@@ -105,9 +114,9 @@ def read_item_list(path: str) -> np.ndarray:
         raise ValueError(f"{path} is no list of items: {why}; write one id per line, an integer") from None
 
 
-def _exclusion_digest(catalog: str, item_ids: np.ndarray) -> str:
-    """Of a catalog's digest, and of ids [n] int64."""
-    return hashlib.sha256(catalog.encode() + item_ids.tobytes()).hexdigest()
+def exclusion_digest(catalog: Catalog, item_ids: np.ndarray) -> str:
+    """By which what is closed is known, of ids [n] int64, ascending."""
+    return hashlib.sha256(catalog.digest.encode() + item_ids.tobytes()).hexdigest()
 
 
 def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_trie import catalog as catalog_files
 from vllm_trie.catalog.store import CatalogStore, HeldTable
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
-from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, read_item_list
+from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, exclusion_digest, read_item_list
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint
@@ -256,14 +256,27 @@ class EngineCatalogs(CatalogStore):
     def _exclusion(self, params: BeamParams, ticket: GroupTicketMessage, catalog: Catalog) -> Exclusion | None:
         """What a new search must not come to, by the present version of the list that it names, if it does."""
         listed = None if params.exclude_list is None else self.lists[params.exclude_list]
-        if ticket.exclusion is not None:
-            return SentExclusion(**ticket.exclusion).exclusion(catalog, listed)
-        return None if listed is None else Exclusion.of(catalog, listed)
+        sent = None if ticket.exclusion is None else SentExclusion(**ticket.exclusion)
+        if sent is None and listed is None:
+            return None
+        parts = [ids for ids in (listed, None if sent is None else sent.ids) if ids is not None]
+        ids = parts[0] if len(parts) == 1 else np.union1d(*parts)
+        digest = exclusion_digest(catalog, ids)
+        if isinstance(known := self.by_digest.get(digest), Exclusion):
+            return known
+        if sent is not None and listed is None and sent.catalog == catalog.digest:
+            return sent.looked_up(digest)
+        return Exclusion.of(catalog, ids)
 
     def release(self, digest: str) -> None:
         """A search is over."""
         self._users[digest] -= 1
         self.drop_unused(digest)
+
+    @property
+    def room(self) -> int:
+        """Bytes on each device for what comes with requests."""
+        return self._room
 
     def has_room(self, brought: Mapping[Hashable, int]) -> bool:
         """Whether all that searches bring fits on a device: bytes by what it is, equal things once."""

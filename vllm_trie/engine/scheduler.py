@@ -148,6 +148,11 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
                 f"with a prompt of {request.num_prompt_tokens} tokens needs {needed} KV blocks to start and the engine "
                 f"has {usable}; lower it or give the KV cache more memory"
             )
+        elif not self.catalogs.has_room(group.plan.brings):
+            refusal = (
+                f"excludes or brings more than request_tables_bytes={self.catalogs.room:,} of each device have room "
+                "for; leave some out, or start the engine with more"
+            )
         if refusal is not None:
             reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
             logger.error("Beam group %s was refused: %s", request.request_id, reason)

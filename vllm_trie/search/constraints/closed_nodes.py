@@ -15,7 +15,7 @@ from vllm_trie.search.devices import search_numbers, uploaded_for_search
 KIND_BITS = 2  # of a code, for what is closed at its node
 NO_ITEM_ENDS, NO_WAY_ON = 1, 2  # its own item; the way to its children
 IS_CLOSED = NO_ITEM_ENDS | NO_WAY_ON
-PART = 64  # codes, of which a search has a whole number
+PART = 512  # codes, of which a search has a whole number
 PART_SHIFT = 44  # bits of a code below the part in which its search begins
 MOST_CODE = (1 << PART_SHIFT) - 1
 
@@ -70,7 +70,10 @@ class ClosedNodes:
     def drop(self, digest: str) -> None:
         """Forget what a search had, if it is here."""
         if (parts := self._parts.pop(digest, None)) is not None:
-            self.codes[_places(parts)] = _unused(parts, self.codes.device)
+            if self._parts:
+                self.codes[_places(parts)] = _unused(parts, self.codes.device)
+            else:
+                self.codes = _unused(range(1), self.codes.device)
 
     def part(self, digest: str | None) -> int:
         """Where the closed nodes of a search begin, in parts; None: it has none."""
@@ -90,7 +93,9 @@ class ClosedNodes:
     def kinds_of_children(self, parts: torch.Tensor, first_child: torch.Tensor, most: int) -> torch.Tensor:
         """[..., most] int8, what is closed at the nodes from `first_child` [...] on."""
         first = (parts << PART_SHIFT) + (first_child << KIND_BITS)
-        place = torch.searchsorted(self.codes, first)[..., None] + search_numbers(self.most_together, first.device)
+        place = torch.searchsorted(self.codes, first)[..., None] + search_numbers(
+            min(self.most_together, most), first.device
+        )
         code = self.codes[place.clamp_(max=len(self.codes) - 1)] - first[..., None]
         child = (code >> KIND_BITS).clamp_(max=most)
         kinds = torch.zeros(*first.shape, most + 1, dtype=torch.int8, device=first.device)
