@@ -257,3 +257,19 @@ def test_what_cannot_be_excluded_is_refused_and_the_next_request_served(
     params.extra_args = {"beam_width": 2, "catalog": "items", "exclude_items": json.dumps([1, 2])}  # as over HTTP
     (output,) = engine.generate([prompt_of(9)], params)
     assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1, 2])}
+
+
+def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(
+    engines: Engines, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = with_items(engines, model, tmp_path, NESTED), prompt_of(20)
+    params = beam_params(2, catalog="items", exclude_items=[1], max_tokens=6)
+    monkeypatch.setattr(engine.scheduler.catalogs, "_room", 100)
+    (output,) = engine.generate([prompt], params)
+    assert output.outputs[0].finish_reason == "error"
+    assert "excludes or brings more than request_tables_bytes=100 of each device have room for" in str(
+        output.outputs[0].stop_reason
+    )
+    monkeypatch.undo()
+    (output,) = engine.generate([prompt], params)
+    assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1])}
