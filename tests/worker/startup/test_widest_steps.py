@@ -56,7 +56,7 @@ from vllm_trie.worker.startup.widest_steps import (
 WIDTH, VOCAB_SIZE, MOST_LOGPROBS = 15, 20_000, 20
 CELLS = WIDTH * VOCAB_SIZE
 STOCK_CELLS = parts.CELLS  # more
-SMALL = 10_000  # bytes, of what does not grow with the vocabulary
+SMALL = 15_000  # bytes, of what does not grow with the vocabulary
 MOST_CHILDREN = (VOCAB_SIZE,) * 9  # by depth, of a catalog
 NUCLEUS = SearchFilters(0.7, top_p=0.9)
 PLAIN = RULES["plain"]

@@ -119,7 +119,7 @@ def _aborted_request_reading(request_id: str, prompt: Any, params: SamplingParam
     outputs = empty_answer_outputs(params, "abort", reasons)
     asked = params.extra_args or {}
     answer = compact_engine_answer(NO_HYPOTHESES, max_length=0) if asked.get("compact") else {}
-    answer |= {"item_ids": []} if {"allowed_sequences", "catalog"} & asked.keys() else {}
+    answer |= {"item_ids": []} if {"allowed_sequences", "exclude_items"} & asked.keys() else {}
     answer |= {BEAM_RESULTS: []} if asked.get(BEAM_RESULTS) else {}
     is_whole = isinstance(prompt, str | list | dict)
     text, tokens, _ = extract_prompt_components(engine.model_config, prompt) if is_whole else (None, None, None)
