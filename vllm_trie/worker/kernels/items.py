@@ -213,10 +213,8 @@ def _rank_items_kernel(
     """The best of a row's children that have children, and the best of all: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
     normal += 2 * row
-    values, (parent, part) = (
-        logits + tl.load(index + row) * stride,
-        read_states_in_kernel(tl.load(states + row), closed),
-    )
+    values = logits + tl.load(index + row) * stride
+    parent, part = read_states_in_kernel(tl.load(states + row), closed)
     node, place = tl.load(first_child + parent) + child, (row % num_rows) * children + child
     exists, kind = children_in_kernel(
         node, node < tl.load(first_child + parent + 1), part, closed, num_closed, closed_bits
@@ -264,10 +262,8 @@ def _rank_item_tiles_kernel(
     """
     row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), num_places // tile
     of_rows += row * OF_ROW
-    values, (parent, own_part) = (
-        logits + tl.load(index + row) * stride,
-        read_states_in_kernel(tl.load(states + row), closed),
-    )
+    values = logits + tl.load(index + row) * stride
+    parent, own_part = read_states_in_kernel(tl.load(states + row), closed)
     first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
     of_level, of_search = (node_tokens, level, num_level, level_bits), (own_part, closed, num_closed, closed_bits)
     if level is None:

@@ -53,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "newer.catalog", NEWER)
     Catalog.from_sequences([[5, 6]], tokenizer="another one").save(folder / "foreign.catalog")
     (folder / "loop.catalog").symlink_to("loop.catalog")
+    for name, ids in (("blocked", "0\n"), ("newer", "1\n2\n"), ("words", "a b")):
+        (folder / f"{name}.txt").write_text(ids)
     return folder
 
 
@@ -67,6 +69,7 @@ def server(folder: Path, scorer_url: str) -> Iterator[Server]:
     """It has catalogs and scorers, looks for tool calls in what chats answer, and lets any page ask."""
     scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken", "ahead": f"{scorer_url}/ahead"}
     catalogs = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
+    catalogs |= {"exclude": {"blocked": str(folder / "blocked.txt")}}
     options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--enable-scale-out", "--allowed-origins", '["*"]']
     options += ["--additional-config", json.dumps({"trie_beam": {"scorers": scorers, **catalogs}})]

@@ -57,6 +57,31 @@ def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> Non
             complete(server, 1, **xargs)
 
 
+def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
+    def without(*gone: int) -> list[str]:
+        return sorted(title for at, title in enumerate(TITLES) if at not in gone)
+
+    def replace(name: str, file: str) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/exclude/{name}", json={"file": file}, timeout=60)
+
+    assert httpx.get(f"{server.url}/v1/exclude").json() == ["blocked"]
+    assert sorted(filter(None, complete(server, 5, catalog="lines", exclude_list="blocked"))) == without(0)
+    for name, file, why in (
+        ("books", "newer.txt", "exclude_list='books' is unknown; known: blocked"),
+        ("blocked", "../log", "is not in trie_beam.catalog_folder"),
+        ("blocked", "words.txt", "is no list of items: invalid literal"),
+        ("blocked", "none.txt", "cannot be read"),
+    ):
+        refusal = replace(name, file)
+        assert (refusal.status_code, why in refusal.text) == (400, True), refusal.text
+    try:
+        assert replace("blocked", "newer.txt").json() == {"name": "blocked", "items": 2}
+        found = complete(server, 5, catalog="lines", exclude_list="blocked", exclude_items="[3]")
+        assert sorted(filter(None, found)) == without(1, 2, 3)
+    finally:
+        replace("blocked", "blocked.txt")
+
+
 def test_half_a_character_is_refused(server: Server) -> None:
     for name, xargs in (
         ("catalog_after", {"catalog": "lines", "catalog_after": "\ud800"}),
