@@ -341,7 +341,7 @@ def _kv_parts_of_places(
     """
     of_place, num_places = math.prod(places[1:]), places[0] + 1
     keys = first // of_place * num_places - (-end // of_place)
-    for key in np.unique(keys).tolist():
+    for key in {*keys.tolist()}:
         yield slice(*divmod(key, num_places)), keys == key
 
 

@@ -115,9 +115,12 @@ class KVFork(NamedTuple):
 
         For where it costs nothing to look at the device.
         """
-        slots, firsts, *counts = self.rows.cpu().numpy()
-        rows = np.stack([slots, slots[firsts + self.parents.cpu().numpy()], *counts])
-        return rows[:, rows[0] != rows[1]]
+        rows = self.rows.cpu().numpy()
+        sources = rows[0].take(rows[1] + self.parents.cpu().numpy())
+        (which,) = (rows[0] != sources).nonzero()
+        moving = rows.take(which, axis=1)
+        moving[1] = sources[which]
+        return moving
 
 
 def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
@@ -143,14 +146,15 @@ def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> N
     """
     slots, sources = uploaded_for_search(rows[:2], kv.device)
     num_common, num_tokens = rows[2:]
-    history = tokens[:, num_common.min() : num_tokens.max()]
+    least, most = int(num_tokens.min()), int(num_tokens.max())
+    history = tokens[:, num_common.min() : most]
     history.index_copy_(0, slots, history.index_select(0, sources))
     for table, block_size, _ in kv.tables:
-        num_full = num_tokens // block_size
-        full = table[:, : num_full.max()]
+        num_columns = most // block_size
+        full = table[:, :num_columns]
         blocks = full.index_select(0, sources)
-        if num_full.min() < num_full.max():
-            is_full = np.arange(num_full.max()) < num_full[:, None]
+        if least // block_size < num_columns:
+            is_full = np.arange(num_columns) < (num_tokens // block_size)[:, None]
             blocks = blocks.where(uploaded_for_search(is_full, kv.device), full.index_select(0, slots))
         full.index_copy_(0, slots, blocks)
 
@@ -164,12 +168,11 @@ def kv_moves_of_tails(rows: np.ndarray, kv: KVCaches) -> KVMoves:
     whole, parts = [np.empty((0, 2), np.int64)], list[KVPart]()
     for table, block_size, number in kv.tables:
         slots, sources, num_common, num_tokens = rows[:, rows[3] % block_size > 0]
-        columns = num_tokens // block_size
-        at, of_tables = uploaded_for_search(np.stack([[sources, slots], [columns, columns]]), kv.device)
-        pairs = table[at, of_tables].cpu().numpy().astype(np.int64).T
+        columns, blocks = num_tokens // block_size, table.cpu().numpy()
+        pairs = np.array([blocks[sources, columns], blocks[slots, columns]], np.int64).T
         if block_size >= LARGE_BLOCK and kv.tokens_of_block(number):
-            tokens = np.column_stack([num_common, num_tokens]) - (columns * block_size)[:, None]
-            parts.append(KVPart(number, pairs, tokens.clip(min=0)))
+            tokens = np.array([num_common, num_tokens]) - columns * block_size
+            parts.append(KVPart(number, pairs, np.maximum(tokens, 0).T))
         else:
             whole.append(pairs)
     return KVMoves(np.concatenate(whole), parts=parts)

@@ -198,7 +198,8 @@ class Selector:
         if not launches.worker_runs_kernels_on(values.device):
             of_rows = values[which].view(*cohort.places.shape, -1)
             step = take_packed_search_step(rules, of_rows, beams, inputs, cohort.layout(values.shape[1]))
-            sampled[cohort.on_device[1], 0] = step.going.tokens.long()[:, : cohort.places.shape[1]].flatten()
+            newest = step.going.tokens[:, : cohort.places.shape[1]].long().flatten()
+            sampled[:, 0].index_copy_(0, cohort.on_device[1], newest)
             return step
         kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
