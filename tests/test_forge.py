@@ -41,3 +41,10 @@ def test_ci_tests_each_python_that_the_metadata_name() -> None:
     ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert ci["jobs"]["fast"]["strategy"]["matrix"]["python"] == named
+
+
+def test_ci_lints_once_and_tests_the_newer_vllm_in_a_job_of_its_own() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert [name for name, run in commands.items() if {"make lint", "make test"} & {*run}] == ["all"], "`test` lints"
+    assert [name for name, run in commands.items() if run == ["make test-0.33"]] == ["vllm-0-33"]

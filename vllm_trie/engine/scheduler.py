@@ -61,6 +61,10 @@ logger = init_logger("vllm.trie_beam.scheduler")
 NO_ADMISSION = -1
 BUDGETS = "engine.speculation_budget:SpeculationBudgets"
 ONE_ROW = np.zeros(1, np.int32)  # its own parent
+UNCHECKED = (
+    "it came by a front end without the plugin, which checks beam requests; vLLM's Rust front end loads none: unset "
+    "VLLM_USE_RUST_FRONTEND"
+)
 
 
 @dataclass
@@ -126,9 +130,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
         elif is_group_request_unchecked(request):
             self.wake()
-            self.outbox.post(
-                request, engine_error_output("the front end let this beam request through without checking it")
-            )
+            logger.error("Beam request %s was refused: %s", request.request_id, UNCHECKED)
+            self.outbox.post(request, engine_error_output(UNCHECKED))
         else:
             super().add_request(request, **kwargs)
 

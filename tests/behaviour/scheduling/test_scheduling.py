@@ -276,7 +276,7 @@ def test_a_request_that_the_front_end_did_not_check_gets_an_error_and_the_engine
     (output,) = unsent(engine)
     assert output.request_id == "unchecked"
     assert output.finish_reason == FinishReason.ERROR
-    assert output.stop_reason
+    assert "VLLM_USE_RUST_FRONTEND" in output.stop_reason
     assert len(engine.generate([prompt_of(4)], beam_params(2, n=2, max_tokens=3))[0].outputs) == 2
 
 
