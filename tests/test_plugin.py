@@ -200,7 +200,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
     ({}, STARTS),
     ({"async_scheduling": True}, STARTS),
     ({"async_scheduling": False}, STARTS_SYNC),
-    ({"enable_prompt_embeds": True}, "trie_beam does not support enable_prompt_embeds on a CPU without Triton; start"),
+    ({"enable_prompt_embeds": True}, STARTS),
     (
         {"watermark_config": {"algorithm": "gumbel", "key": 1}},
         "trie_beam does not support watermark_config on a CPU without Triton; start vLLM without it",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import vllm
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams
 
@@ -44,3 +47,11 @@ def test_a_server_leaves_every_eos_token_out_unless_asked_for_it(with_eos: bool)
     _served_as_by_vllm(request, EOS, {EOS, OTHER_EOS}, params)
     assert [one.stop_reason for one in outputs] == [EOS, OTHER_EOS, TOKEN, "x", None]
     assert [len(one.token_ids) for one in outputs] == ([2] * 5 if with_eos else [1, 1, 2, 2, 2])
+
+
+def test_vllm_does_not_read_an_option_of_beams_from_other_requests() -> None:
+    """Once it does, the option is one of `_COMMON_WORDS` in vllm_trie.options.request: docs/options.md says why."""
+    folder = Path(vllm.__file__).parent
+    sources = [folder / "sampling_params.py", *(folder / "entrypoints").rglob("*.py"), *(folder / "v1").rglob("*.py")]
+    assert len(sources) > 100
+    assert not [path for path in sources if "no_repeat_ngram" in path.read_text()]

@@ -31,7 +31,6 @@ def unsupported_by_vllm_cpu(vllm_config: VllmConfig) -> dict[str, bool]:
         return {}
     model = vllm_config.model_config
     features = {
-        "enable_prompt_embeds": model.enable_prompt_embeds,
         "enable_trace_replay": model.enable_trace_replay,
         "watermark_config": vllm_config.watermark_config is not None,
     }

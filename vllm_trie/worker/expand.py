@@ -197,7 +197,14 @@ def _expand_first_beams(
         known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
         group.beams = SearchBeams(*uploaded_for_search(np.stack(known).astype(np.float32), device)[:, None])
         group.tokens = uploaded_for_search(step.resumed.histories[:, -1].astype(np.int64), device)
-    request = replace(group.request, num_computed_tokens=num_computed_tokens)
+    # All of the prompt is computed, its embeddings with it.
+    request = replace(
+        group.request,
+        num_computed_tokens=num_computed_tokens,
+        prompt_token_ids=group.prompt,
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
+    )
     blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)
     return [
         replace(request, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=of_row)

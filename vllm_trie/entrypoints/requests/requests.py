@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -222,17 +223,18 @@ def why_no_request_after(engine_input: Any, vllm_config: VllmConfig) -> str | No
     """
     kind = engine_input["type"]
     if kind == "multimodal":
-        return _why_no_image_request(vllm_config)
+        return _why_no_request_with("multimodal prompts", vllm_config)
     return None if kind in ("token", "enc_dec") else "works on prompts of text or tokens, not on prompt_embeds"
 
 
-def _why_no_image_request(vllm_config: VllmConfig) -> str | None:
-    """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
+def _why_no_request_with(shown: str, vllm_config: VllmConfig) -> str | None:
+    """Why rows of beams would not see what a prompt shows its own row besides tokens, if they would not."""
     reasons = {
-        "works on multimodal prompts only without a draft model, which does not see them; start vLLM without it, or "
-        "let n-grams draft": speculative_config_drafts(vllm_config) == "model",
-        "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
-        "alone": vllm_config.model_config.is_mm_prefix_lm,
+        f"works on {shown} only without a draft model, which does not see them; start vLLM without it, or let n-grams "
+        "draft": speculative_config_drafts(vllm_config) == "model",
+        f"does not work on {shown} of a model whose images are attended in both directions; send text alone": shown
+        != "prompt_embeds"
+        and vllm_config.model_config.is_mm_prefix_lm,
     }
     return next((why for why, is_so in reasons.items() if is_so), None)
 
@@ -261,10 +263,9 @@ def _prepare_request(
     beam, item_set, exclusion = data.beam, data.item_set, None
     if beam.rerank is not None:
         raise ValueError(f"rerank={beam.rerank!r} works in LLM.generate, LLM.chat and batch jobs, not here")
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise ValueError(f"{caller.feature} works on prompts of text or tokens, not on prompt_embeds")
-    if request.mm_features:
-        if refusal := _why_no_image_request(vllm_config):
+    if request.prompt_embeds is not None or request.mm_features:
+        shown = "multimodal prompts" if request.mm_features else "prompt_embeds"
+        if refusal := _why_no_request_with(shown, vllm_config):
             raise ValueError(f"{caller.feature} {refusal}")
     elif model_config.is_encoder_decoder:
         raise ValueError(f"{caller.feature} needs data for this model's encoder; add multi_modal_data to the prompt")
@@ -296,11 +297,12 @@ def _prepare_request(
         from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
 
         prepare_request_grammar(
-            params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer
+            params, request.prompt_token_ids or [], vllm_config.structured_outputs_config, processor.tokenizer
         )
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
+    num_prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     num_encoded = sum(feature.mm_position.get_num_embeds() for feature in features)
-    needed = BlocksNeeded(len(request.prompt_token_ids), num_beams, num_encoded)
+    needed = BlocksNeeded(num_prompt, num_beams, num_encoded)
     validate_request(params, beam, request_limits_of_engine(vllm_config), needed, caller.width)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width

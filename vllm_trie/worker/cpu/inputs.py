@@ -235,6 +235,24 @@ def compute_slot_mappings_on_cpu(
             mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)
 
 
+@replaces_on_cpu("model_states.prompt_embeds:PromptEmbedsState.apply")
+def apply_prompt_embeds_on_cpu(
+    self: Any, input_batch: Any, num_computed_tokens: torch.Tensor, inputs_embeds: torch.Tensor
+) -> None:
+    """Embeddings [T, H] of a batch's tokens become those of prompts, where these have embeddings and not tokens."""
+    for row, request_id in enumerate(input_batch.req_ids):
+        if (found := self.gpu_tensors.get(request_id)) is None:
+            continue
+        embeds, are_tokens = found
+        first = int(num_computed_tokens[input_batch.idx_mapping_np[row]])
+        start, end = input_batch.query_start_loc_np[row : row + 2].tolist()
+        own = embeds[first : first + end - start]
+        of_batch = inputs_embeds[start : start + len(own)]
+        if are_tokens is not None:
+            own = of_batch.where(are_tokens[first : first + len(own), None].bool(), own)
+        of_batch.copy_(own)
+
+
 @kernel_on_cpu("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
 def zero_blocks_on_cpu(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
     """Zero these blocks in all segments, whose addresses are in bytes."""

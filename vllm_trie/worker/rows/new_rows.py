@@ -29,18 +29,17 @@ def refuse_own_row_state(model_state: ModelState) -> None:
 
 def may_copy_rows(runner: GPUModelRunner) -> bool:
     """Whether all that a runner holds of a request is what `Rows.add_copies` copies."""
-    model_state, sampler = runner.model_state, runner.sampler
-    if runner.adaptive_verification is not None or (sampler is not None and sampler.thinking_budget_state.enabled):
-        return False
-    # That of an encoder-decoder model holds nothing of a request.
-    return type(model_state) is EncoderDecoderModelState or model_state.prompt_embeds_state is None
+    sampler = runner.sampler
+    has_budgets = sampler is not None and sampler.thinking_budget_state.enabled
+    return not any((has_budgets, runner.adaptive_verification is not None))
 
 
 def row_arrays_by_slot(runner: GPUModelRunner) -> Iterator[np.ndarray]:
     """What vLLM, whatever its version, holds of each slot on the host: what is asked of sampling, numbers of tokens."""
     sampler, num_slots = runner.sampler, runner.max_num_reqs
     of_sampler = () if sampler is None else (sampler, *sampler.logits_processors, *vars(sampler).values())
-    for owner in (*of_sampler, runner.req_states, runner.prompt_logprobs_worker, runner.lora_state):
+    embeds = getattr(runner.model_state, "prompt_embeds_state", None)  # where `prompt_embeds` lie, and how many
+    for owner in (*of_sampler, runner.req_states, runner.prompt_logprobs_worker, runner.lora_state, embeds):
         values = vars(owner).values() if type(owner).__module__.startswith("vllm.v1.worker.gpu.") else ()
         for value in values:
             array = value.np if isinstance(value, UvaBackedTensor) else value

@@ -80,7 +80,12 @@ class GroupRows:
 
     @property
     def prompt(self) -> list[int]:
-        return self.request.prompt_token_ids or []
+        """Its tokens, as the runner has them: 0 where embeddings stand instead."""
+        request = self.request
+        if request.prompt_embeds is None:
+            return request.prompt_token_ids or []
+        assert request.prefill_token_ids is not None
+        return request.prefill_token_ids[: request.prompt_len]
 
 
 def beams_of_rows(groups: Sequence[GroupRows]) -> SearchBeams:

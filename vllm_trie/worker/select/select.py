@@ -267,15 +267,16 @@ class Selector:
             tuple[int, int], SearchTextEnd
         ]()  # by group and beam: of those that some candidate makes it look at
         tokens, at, starts = self.rows.generated(groups, num_tokens)
+        num_generated = num_tokens - np.array([len(group.prompt) for group in groups])
 
         def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
             assert histories is not None
             result = strings.may_complete(candidates)
             for group, rank in np.argwhere(result).tolist():
-                prompt, beam = groups[group].prompt, int(parents[group, rank])
+                prompt, beam = groups[group].request.prompt_token_ids or [], int(parents[group, rank])
                 if (group, beam) not in ends:
                     row, further = (beam, []) if path is None else path(beam)
-                    generated = histories[at[group, row], starts[group] :][: num_tokens[group] - len(prompt)].tolist()
+                    generated = histories[at[group, row], starts[group] :][: num_generated[group]].tolist()
                     ends[group, beam] = strings.end_of(prompt[-CONTEXT:], generated + further)
                 result[group, rank] = strings.is_completed_by(int(candidates[group, rank]), ends[group, beam])
             return result
