@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.common import PAIR, TARGET, console
 from benchmarks.harness import MAX_NUM_SEQS, SIZES, Bench, Setting, Table, run
+from benchmarks.model_wheels import UnavailableError
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.report import as_markdown
 from benchmarks.smollm2 import get
@@ -182,7 +183,7 @@ def _models(args: argparse.Namespace) -> tuple[str, str | None]:
     if args.model == REAL:
         try:
             return str(get.target()), args.draft or str(get.draft())
-        except get.UnavailableError as error:
+        except UnavailableError as error:
             sys.exit(str(error))
     return args.model, args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
 

@@ -22,7 +22,7 @@ from benchmarks.common import (
     timed,
 )
 from benchmarks.demo_prompts import Subject, Task, real, toy
-from benchmarks.smollm2.get import UnavailableError
+from benchmarks.model_wheels import UnavailableError
 from benchmarks.watch import total_counts, watched
 from vllm_trie import beam_params
 

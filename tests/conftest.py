@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from benchmarks.model_wheels import UnavailableError
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
 from tests.support import language_once  # noqa: F401
@@ -132,7 +133,7 @@ def real_draft(real_model: Path) -> Path:
 def _had(get_folder: Callable[[], Path]) -> Path:
     try:
         return get_folder()
-    except get.UnavailableError as error:
+    except UnavailableError as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))

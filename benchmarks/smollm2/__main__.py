@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.model_wheels import UnavailableError
 from benchmarks.smollm2 import get
 
 FOLDERS = {"model": get.target, "draft": get.draft}
@@ -21,7 +22,7 @@ def main() -> int | str:
         else:
             for name, folder in FOLDERS.items():
                 print(f"{name}: {folder()}")
-    except get.UnavailableError as error:
+    except UnavailableError as error:
         return str(error)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

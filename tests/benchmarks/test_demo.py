@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
-from benchmarks.smollm2.get import UnavailableError
+from benchmarks.model_wheels import UnavailableError
 from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 

