@@ -91,7 +91,7 @@ def test_each_search_finds_its_own_closed_nodes_wherever_they_lie(
 
 
 def ticket(catalog: Catalog, *ids: int) -> GroupTicketMessage:
-    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, ids)))
+    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, np.array(ids))))
 
 
 def test_ids_are_looked_up_again_where_the_engine_has_another_version(tmp_path: Path) -> None:

@@ -210,12 +210,12 @@ class Catalog(CatalogHeader):
         # As a rule ids are the numbers of lines.
         first = item_ids if self._are_ids_numbers else ids.searchsorted(item_ids)
         is_known = ids.take(first, mode="clip") == item_ids
-        unknown = item_ids[~is_known]
-        first = first[is_known] if len(unknown) else first
+        unknown = item_ids.compress(~is_known)
+        first = first.compress(is_known) if len(unknown) else first
         if not self._has_one_sequence_each:
             counts = ids.searchsorted(ids[first], side="right") - first
             first = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        return np.sort(nodes[first]), unknown
+        return np.sort(nodes.take(first)), unknown
 
     @cached_property
     def parents(self) -> np.ndarray:
