@@ -20,6 +20,7 @@ from tests.support.running import MOST_TIES, count_ties, prompt_of, run, trained
 from tests.support.sweep import sweep
 from vllm_trie import beam_params, hypotheses, load_item_list
 from vllm_trie.catalog import Catalog
+from vllm_trie.entrypoints.requests.catalogs import _looked_up_exclusion
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -257,6 +258,26 @@ def test_what_cannot_be_excluded_is_refused_and_the_next_request_served(
     params.extra_args = {"beam_width": 2, "catalog": "items", "exclude_items": json.dumps([1, 2])}  # as over HTTP
     (output,) = engine.generate([prompt_of(9)], params)
     assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1, 2])}
+
+
+class Uncopied(list[int]):
+    """A list that vLLM must not copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("all ids of a request are copied")
+
+
+def test_ids_are_read_and_looked_up_once_before_parameters_are_copied(
+    engines: Engines, model: Path, tmp_path: Path
+) -> None:
+    engine, params = with_items(engines, model, tmp_path, NESTED), beam_params(2, max_tokens=6)
+    ids = [1, 2, 5, 8]
+    params.extra_args = {"beam_width": 2, "catalog": "items", "exclude_items": Uncopied(ids)}
+    num_read = _looked_up_exclusion.cache_info().misses
+    outputs = engine.generate([prompt_of(9 + n, n) for n in range(3)], params)
+    assert _looked_up_exclusion.cache_info().misses == num_read + 1
+    assert all(tuple(output.outputs[0].token_ids) in {*left_of(NESTED, ids)} for output in outputs)
+    assert params.extra_args["exclude_items"] == ids
 
 
 def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(
