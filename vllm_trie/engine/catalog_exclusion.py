@@ -41,7 +41,11 @@ class Exclusion:
 
     @classmethod
     def of(cls, catalog: Catalog, item_ids: np.ndarray) -> Self:
-        """Exclude all sequences of some items: [n] int64 ids, ascending, each once. Those that no item has are ignored."""
+        """Exclude all sequences of some items.
+
+        Args:
+            item_ids: [n] int64, ascending, each once. Those that no item has are ignored.
+        """
         ended, _ = catalog.nodes_of_items(item_ids)
         return cls(exclusion_digest(catalog, item_ids), _closed_nodes(catalog, ended))
 
@@ -105,6 +109,11 @@ def read_item_list(path: str) -> np.ndarray:
     except (ValueError, OverflowError) as error:
         why = shown_option_name(str(error))
         raise ValueError(f"{path} is no list of items: {why}; write one id per line, an integer") from None
+
+
+def item_list_digest(ids: np.ndarray) -> str:
+    """Of what `read_item_list` has read."""
+    return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def exclusion_digest(catalog: Catalog, item_ids: np.ndarray) -> str:

@@ -17,7 +17,13 @@ import numpy as np
 from vllm_trie import catalog as catalog_files
 from vllm_trie.catalog.store import CatalogStore, HeldTable
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
-from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, exclusion_digest, read_item_list
+from vllm_trie.engine.catalog_exclusion import (
+    Exclusion,
+    SentExclusion,
+    exclusion_digest,
+    item_list_digest,
+    read_item_list,
+)
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint
@@ -50,16 +56,19 @@ def engine_loads_catalogs(
     if method not in (LOAD_CATALOG, LOAD_ITEM_LIST):
         return original(self, method, *args, **kwargs)
     catalogs, asked = self.scheduler.catalogs, arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
-    if method == LOAD_ITEM_LIST:
-        name, path = asked
-        catalogs.lists[name] = read_item_list(path)
-        return [len(catalogs.lists[name])]
-    self.scheduler.wake()
     name, path, digest = asked
+    differs = f"{path} is not the same to all who load it; write a new file, and load that"
+    if method == LOAD_ITEM_LIST:
+        ids = read_item_list(path)
+        if item_list_digest(ids) != digest:
+            raise RuntimeError(differs)
+        catalogs.lists[name] = ids
+        return [digest]
+    self.scheduler.wake()
     try:
         results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:
-            raise RuntimeError(f"catalog {path} is not the same to all who load it; write a new file, and load that")
+            raise RuntimeError(f"catalog {differs}")
         catalog = catalog_files.Catalog.open(path)
         if catalog.digest != digest:
             raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")

@@ -227,6 +227,10 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     ):
         with pytest.raises(ValueError, match=why):
             load_item_list(engine.llm, name, file)
+    other = str(tmp_path / "blocked.txt")  # as one of several engines may find it
+    with pytest.raises(RuntimeError, match="is not the same to all who load it; write a new file"):
+        core.engine_core.engine_core.collective_rpc("load_item_list", args=("blocked", other, "another one"))
+    assert engine.scheduler.catalogs.lists["blocked"].tolist() == sorted(new)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -22,6 +22,7 @@ from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.supported_engines import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
@@ -55,14 +56,14 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
     return path, _checked_catalog_for_requests(path, vllm_config.model_config)
 
 
-def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, int]:
-    """A file that is to become a list of items of a running engine, and how many are in it.
+def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, np.ndarray]:
+    """A file that is to become a list of items of a running engine, and the ids [n] int64 in it.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
     path = _new_file_for_requests(vllm_config, "exclude_list", name, file)
-    return path, len(read_item_list(path))
+    return path, read_item_list(path)
 
 
 def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file: str) -> str:
