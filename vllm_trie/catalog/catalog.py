@@ -217,6 +217,10 @@ class Catalog(CatalogHeader):
             first = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         return np.sort(nodes.take(first)), unknown
 
+    def index_ids(self) -> None:
+        """Make what looks up nodes of items, and their parents: else that waits until it is asked for."""
+        _ = self._are_ids_numbers, self.parents
+
     @cached_property
     def parents(self) -> np.ndarray:
         """[nodes] int32, the parent of each node; the root's is -1."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.options.shown import shown_option_name
+from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.search.constraints.closed_nodes import (
     IS_CLOSED,
     KIND_BITS,
@@ -94,6 +95,14 @@ class SentExclusion:
     def looked_up(self, digest: str) -> Exclusion:
         """What the front end has found, by the digest that it has."""
         return Exclusion(digest, NodeCodes(np.frombuffer(self.codes, np.int64), self.most_together))
+
+
+def why_nothing_is_excluded(catalog: Catalog, num_items: int) -> str | None:
+    """Why a search for so many items one after the other, `catalog_items`, can exclude none; None if it can."""
+    most = MOST_PLACES // catalog.num_nodes
+    if num_items <= most:
+        return None
+    return f"catalog_items={num_items} are too many where items are excluded; pass at most {most:,}"
 
 
 def read_item_list(path: str) -> np.ndarray:

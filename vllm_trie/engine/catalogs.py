@@ -23,6 +23,7 @@ from vllm_trie.engine.catalog_exclusion import (
     exclusion_digest,
     item_list_digest,
     read_item_list,
+    why_nothing_is_excluded,
 )
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
@@ -107,6 +108,7 @@ class NoGroupCatalog:
     constraints: tuple[ItemConstraint, ...] = ()
     brings: Mapping[Hashable, int] = {}
     excludes: str | None = None  # the digest of what is closed to it
+    refusal: str | None = None  # why the search cannot go along this version
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
@@ -154,6 +156,8 @@ class GroupCatalogUse(NoGroupCatalog):
         self.rules = ItemConstraint(catalog.digest, *counts, excludes=excludes is not None)
         self.constraints = (self.rules,)
         self.brings, self.excludes = brings, excludes
+        if excludes is not None and (why := why_nothing_is_excluded(catalog, params.catalog_items)):
+            self.refusal = f"goes along a version of its catalog for which {why}"
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
@@ -329,6 +333,8 @@ class EngineCatalogs(CatalogStore):
     def add(self, catalog: Catalog) -> None:
         """Know what workers have loaded for a name."""
         super().add(catalog)
+        if self.lists:  # which are looked up where searches begin
+            catalog.index_ids()
         self._held.add(catalog.digest)
         self._sets.pop(catalog.digest, None)
         if self.changes is not None:

@@ -20,6 +20,7 @@ from tests.support.running import MOST_TIES, count_ties, prompt_of, run, trained
 from tests.support.sweep import sweep
 from vllm_trie import beam_params, hypotheses, load_item_list
 from vllm_trie.catalog import Catalog
+from vllm_trie.engine import catalogs as engine_catalogs
 from vllm_trie.entrypoints.requests.catalogs import _looked_up_exclusion
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -282,6 +283,23 @@ def test_ids_are_read_and_looked_up_once_before_parameters_are_copied(
     assert _looked_up_exclusion.cache_info().misses == num_read + 1
     assert all(tuple(output.outputs[0].token_ids) in {*left_of(NESTED, ids)} for output in outputs)
     assert params.extra_args["exclude_items"] == ids
+
+
+def test_a_version_that_is_too_large_for_a_search_refuses_that_one_alone(
+    engines: Engines, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = with_items(engines, model, tmp_path, NESTED), prompt_of(20)
+    params = beam_params(2, catalog="items", exclude_items=[1], max_tokens=6)
+    monkeypatch.setattr(engine_catalogs, "why_nothing_is_excluded", lambda *_: "catalog_items=1 are too many")
+    refused, (other,) = engine.generate([prompt], params)[0], engine.generate([prompt], beam_params(2, max_tokens=6))
+    assert refused.outputs[0].finish_reason == "error"
+    assert str(refused.outputs[0].stop_reason) == (
+        "beam_width=2 goes along a version of its catalog for which catalog_items=1 are too many"
+    )
+    assert other.outputs[0].finish_reason != "error"
+    monkeypatch.undo()
+    (output,) = engine.generate([prompt], params)
+    assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1])}
 
 
 def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(

@@ -11,14 +11,13 @@ from weakref import ref
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
-from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list
+from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list, why_nothing_is_excluded
 from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.item_ids import ItemIds
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import sampling_params_stops
-from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.supported_engines import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
@@ -166,11 +165,8 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
     if beam.exclude_list is not None:
         _refuse_unknown_name("exclude_list", beam.exclude_list, plugin_config_of(vllm_config).exclude)
     catalog = _catalog_of_request(beam, vllm_config)
-    if beam.catalog_items * catalog.num_nodes > MOST_PLACES:
-        raise ValueError(
-            f"catalog_items={beam.catalog_items} are too many where items are excluded; pass at most "
-            f"{MOST_PLACES // catalog.num_nodes:,}"
-        )
+    if refusal := why_nothing_is_excluded(catalog, beam.catalog_items):
+        raise ValueError(refusal)
     if beam.exclude_items is None:
         return None
     try:
