@@ -198,7 +198,7 @@ class Catalog(CatalogHeader):
         raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
 
     def nodes_of_items(self, item_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the sequences of some items end.
+        """Where the sequences of some items end, or where nothing but that one sequence goes on: the first such node.
 
         Args:
             item_ids: [n] int64, ascending, each once.
@@ -228,9 +228,16 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def _nodes_by_id(self) -> tuple[np.ndarray, np.ndarray]:
-        """Item ids, ascending, and the node where each ends: [items] int64 and int32."""
-        order = np.argsort(self.item_ids, kind="stable")
-        return self.item_ids[order], np.flatnonzero(self.is_item).astype(np.int32)[order]
+        """Item ids, ascending, and what `nodes_of_items` returns of each: [items] int64 and int32."""
+        order, nodes = np.argsort(self.item_ids, kind="stable"), np.flatnonzero(self.is_item).astype(np.int32)
+        (rising,) = (self.first_child[nodes] == self.first_child[nodes + 1]).nonzero()
+        while len(rising):
+            above = self.parents[nodes[rising]]
+            is_alone = self.first_child[above + 1] - self.first_child[above] == 1
+            is_alone &= ~self.is_item[above] & (above > 0)
+            rising = rising[is_alone]
+            nodes[rising] = above[is_alone]
+        return self.item_ids[order], nodes[order]
 
     @cached_property
     def _are_ids_numbers(self) -> bool:

@@ -80,7 +80,8 @@ class SentExclusion:
             ValueError: one is not.
         """
         ids = np.sort(item_ids)
-        ids = ids.compress(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+        if (ids[1:] == ids[:-1]).any():
+            ids = np.unique(ids)
         ended, unknown = catalog.nodes_of_items(ids)
         if len(unknown):
             raise ValueError(f"{unknown[0]} is no item of this catalog; leave it out")
@@ -137,7 +138,7 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
     a dead node is left out, as no search comes there. The root is never closed.
 
     Args:
-        ended: [n] int32, ascending: where these items end.
+        ended: What `Catalog.nodes_of_items` returns of these items.
     """
     first_child, is_item, parents = catalog.first_child, catalog.is_item, catalog.parents
     levels, most_together = [np.empty(0, np.int64)], 0
@@ -147,8 +148,10 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         ended, here = ended[:at], ended[at:]
         kinds = np.full(len(here), IS_CLOSED, np.int8)
         if first_child[start] < catalog.num_nodes:  # else all are leaves
-            kinds[first_child.take(here) < first_child.take(here + 1)] = NO_ITEM_ENDS
-        nodes, kinds = _joined((here, kinds), shut)
+            ending = np.flatnonzero(is_item.take(here))
+            among = here.take(ending)
+            kinds[ending.compress(first_child.take(among) < first_child.take(among + 1))] = NO_ITEM_ENDS
+        nodes, kinds = _joined(here, kinds, *shut)
         if not len(nodes):
             continue
         own = parents.take(nodes)  # ascending, as nodes are
@@ -162,25 +165,28 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         is_shut[first.searchsorted(np.flatnonzero(kinds != IS_CLOSED), side="right") - 1] = False
         above = above.compress(is_shut)
         ends = is_item.take(above)
-        ends[ends] = ~np.isin(above.compress(ends), ended)
+        ends[ends] = ~_places_among(ended, above.compress(ends))[1]
         shut = above, np.where(ends, NO_WAY_ON, IS_CLOSED).astype(np.int8)
-        is_left = ~is_shut  # no dead parent
-        is_left[is_shut] = ends
-        first, num_closed = first.compress(is_left), num_closed.compress(is_left)
-        left = np.repeat(first - num_closed.cumsum() + num_closed, num_closed) + np.arange(num_closed.sum())
-        levels.append(nodes.take(left).astype(np.int64) << KIND_BITS | kinds.take(left))
-        most_together = max(most_together, int(num_closed.max(initial=0)))
+        is_dead = is_shut.copy()
+        is_dead[is_shut] = ~ends
+        first, num_below = first.compress(is_dead), num_closed.compress(is_dead)
+        below = np.repeat(first - num_below.cumsum() + num_below, num_below) + np.arange(num_below.sum())
+        levels.append(np.delete(nodes.astype(np.int64) << KIND_BITS | kinds, below))
+        most_together = max(most_together, int(num_closed.compress(~is_dead).max(initial=0)))
     return NodeCodes(np.concatenate(levels[::-1]), most_together)
 
 
-def _joined(*closed: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(
+    nodes: np.ndarray, kinds: np.ndarray, others: np.ndarray, of_others: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Nodes [n], ascending, and what is closed at each [n], of two such pairs that may have nodes in common."""
-    for some, others in (closed, closed[::-1]):
-        if not len(others[0]):
-            return some
-    nodes, kinds = map(np.concatenate, zip(*closed, strict=True))
-    order = nodes.argsort(kind="stable")
-    nodes, kinds = nodes[order], kinds[order]
-    is_again = np.append(False, nodes[1:] == nodes[:-1])
-    kinds[:-1][is_again[1:]] |= kinds[is_again]
-    return nodes[~is_again], kinds[~is_again]
+    places, is_known = _places_among(nodes, others)
+    kinds[places.compress(is_known)] |= of_others.compress(is_known)
+    places, is_new = places.compress(~is_known), ~is_known
+    return np.insert(nodes, places, others.compress(is_new)), np.insert(kinds, places, of_others.compress(is_new))
+
+
+def _places_among(nodes: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[n] where some nodes come among others, both ascending; [n] whether they are among these."""
+    places = nodes.searchsorted(some)
+    return places, np.append(nodes, nodes.dtype.type(-1)).take(places) == some

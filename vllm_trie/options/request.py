@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeAlias
@@ -34,7 +34,11 @@ _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candid
 _COMMON_WORDS |= {"order", "exploration", "pool", "lookahead"}
 MOST_KEYS = 64  # in `extra_args`, that a beam request may have, and that are compared with the names of options
 # What the OpenAI server sends as a text: it has no lists of lists, no objects, and lists that take long to read.
-_READ_FROM_TEXT = {"phrase_boosts": json.loads, "contrast": json.loads, "exclude_items": read_item_ids}
+_READ_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "phrase_boosts": json.loads,
+    "contrast": json.loads,
+    "exclude_items": read_item_ids,
+}
 _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 
 
