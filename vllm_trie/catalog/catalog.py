@@ -230,13 +230,15 @@ class Catalog(CatalogHeader):
     def _nodes_by_id(self) -> tuple[np.ndarray, np.ndarray]:
         """Item ids, ascending, and what `nodes_of_items` returns of each: [items] int64 and int32."""
         order, nodes = np.argsort(self.item_ids, kind="stable"), np.flatnonzero(self.is_item).astype(np.int32)
-        (rising,) = (self.first_child[nodes] == self.first_child[nodes + 1]).nonzero()
+        num_children = np.diff(self.first_child)
+        leads_to_one = (num_children == 1) & ~self.is_item
+        leads_to_one[0] = False
+        rising = np.flatnonzero(num_children.take(nodes) == 0)
         while len(rising):
-            above = self.parents[nodes[rising]]
-            is_alone = self.first_child[above + 1] - self.first_child[above] == 1
-            is_alone &= ~self.is_item[above] & (above > 0)
-            rising = rising[is_alone]
-            nodes[rising] = above[is_alone]
+            above = self.parents.take(nodes.take(rising))
+            is_alone = leads_to_one.take(above)
+            rising, above = rising.compress(is_alone), above.compress(is_alone)
+            nodes[rising] = above
         return self.item_ids[order], nodes[order]
 
     @cached_property
