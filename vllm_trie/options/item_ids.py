@@ -23,7 +23,7 @@ class ItemIds(bytes):
         """
         if isinstance(ids, cls):
             return ids
-        if not isinstance(ids, list) or {*map(type, ids)} - {int}:
+        if not isinstance(ids, list) or [*map(type, ids)].count(int) < len(ids):
             raise ValueError("no list of integers")
         try:
             return cls(struct.pack(f"={len(ids)}q", *ids))
