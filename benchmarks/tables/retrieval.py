@@ -23,7 +23,7 @@ from vllm_trie import beam_params, hypotheses
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.items import CatalogItems
 from vllm_trie.entrypoints.llm import llm_beam_search
-from vllm_trie.options.parts import MOST_EXCLUDED
+from vllm_trie.options.item_ids import MOST_EXCLUDED
 
 NUM_LEVELS, SEED, FIRST_CODE = 4, 0, 2
 PROMPT_TOKENS = 1000

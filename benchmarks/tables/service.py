@@ -1,9 +1,9 @@
 """A retrieval service under load: servers with beams along a catalog, and with vLLM's own beams, and transformers.
 
 The load is that of benchmarks/arrivals.py; the server with beams is asked by the client of examples/retrieve. A prompt
-is the history of a user: the tokens of items, drawn anew for each request, so that no prompt is cached. To measure a
-shape that others publish, build a catalog of it by examples/retrieve/make_items.py and pass --catalog, --widths and
---prompt-tokens.
+is the end of a user's history: the tokens of items, drawn anew for each request, so that no prompt is cached. One
+search returns nothing of the whole history. To measure a shape that others publish, build a catalog of it by
+examples/retrieve/make_items.py and pass --catalog, --widths and --prompt-tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -28,10 +28,12 @@ from examples.retrieve.client import Retriever, post
 from vllm_trie.catalog import Catalog
 
 OURS, OURS_RENORMALISED = "beams in the engine", "the same, renormalised"
+OURS_NEW = "the same, renormalised, without the history"
 CLIENT_LOOP, TRANSFORMERS = "vLLM's use_beam_search, without a catalog", "transformers generate, along the catalog"
 MOST_ROWS = 2048  # at a time; further requests wait
 MOST_TRANSFORMERS_ROWS = 256  # beyond them a search of a small model on a CPU takes many minutes
 PROMPT_TOKENS = 128
+HISTORY = 300  # items
 SHARES = (0.5, 0.8)  # of the requests per second that a search reaches in a closed loop
 LEAST_ARRIVALS = 8  # fewer say nothing of an open loop
 WARM_UPS = 3
@@ -54,40 +56,52 @@ def _file(bench: Bench) -> str:
     return catalog_of(bench, AS_IT_IS, bench.setting.pick(10**3, 10**6, 10**6))
 
 
+class User(NamedTuple):
+    """Who asks what comes next.
+
+    Args:
+        history: Ids of items.
+        prompt: Tokens of the last ones.
+    """
+
+    history: list[int]
+    prompt: list[int]
+
+
 async def _loads(bench: Bench, catalog: Catalog, width: int) -> list[Cell]:
     """What loads the searches, the search, how many requests, their number per second, `PERCENTILES` of their times."""
     setting, rows = bench.setting, list[Cell]()
     most, budget = setting.pick(4, 64, 256), setting.pick(5, 20, 120)
     async with AsyncExitStack() as stack:
-        asks: dict[str, tuple[Ask, Iterator[list[int]]]] = {}
+        asks: dict[str, tuple[Ask, Iterator[User]]] = {}
         fit: dict[str, int] = {}  # requests, one at a time
         for search, opened in SEARCHES.items():
             if search == TRANSFORMERS and setting.size == "quick" and width > MOST_TRANSFORMERS_ROWS:
                 continue
             ask = await stack.enter_async_context(opened(bench, catalog, width))
-            histories = prompts(setting, catalog, f"{search} {width}")
-            alone = await closed_loop(ask, [next(histories)], 1)  # warms up
+            coming = users(setting, catalog, f"{search} {width}")
+            alone = await closed_loop(ask, [next(coming)], 1)  # warms up
             if alone.duration > budget:
                 rows.append((_closed(1), search, *_figures(alone)))
                 continue
-            alone = await closed_loop(ask, [*islice(histories, WARM_UPS)], 1)
+            alone = await closed_loop(ask, [*islice(coming, WARM_UPS)], 1)
             fit[search] = max(1, min(most, int(budget / alone.seconds[-1])))
-            asks[search] = ask, histories
+            asks[search] = ask, coming
         capacity = dict.fromkeys(asks, 0.0)
         for num_clients in setting.pick((1, 2), (1, 8, 32), (1, 4, 16, 32)):
-            for search, (ask, histories) in asks.items():
+            for search, (ask, coming) in asks.items():
                 if num_clients > TIMES_BUDGET * fit[search]:
                     continue
-                load = await closed_loop(ask, [*islice(histories, max(fit[search], num_clients))], num_clients)
+                load = await closed_loop(ask, [*islice(coming, max(fit[search], num_clients))], num_clients)
                 capacity[search] = max(capacity[search], load.per_second)
                 rows.append((_closed(num_clients), search, *_figures(load)))
         for share in SHARES:
-            for search, (ask, histories) in asks.items():
+            for search, (ask, coming) in asks.items():
                 rate = share * capacity[search]
                 if TIMES_BUDGET * budget * rate < LEAST_ARRIVALS:
                     continue
                 count = max(LEAST_ARRIVALS, min(most, int(budget * rate)))
-                load = await open_loop(ask, [*islice(histories, count)], rate)
+                load = await open_loop(ask, [*islice(coming, count)], rate)
                 rows.append((f"{rate:.2g} a second", search, *_figures(load)))
     return rows
 
@@ -100,17 +114,18 @@ def _figures(load: Load) -> Cell:
     return len(load.seconds), load.per_second, *load.percentiles
 
 
-def prompts(setting: Setting, catalog: Catalog, cell: str) -> Iterator[list[int]]:
-    """Histories of users: tokens of so many items as a prompt has room for, drawn anew without end.
+def users(setting: Setting, catalog: Catalog, cell: str) -> Iterator[User]:
+    """Users whose prompts are as many items as there is room for, drawn anew without end.
 
     Args:
         cell: Cells share no prompts, as they may share a server with its prefix cache.
     """
     random = np.random.default_rng([*cell.encode()])
-    count = (setting.prompt_tokens or PROMPT_TOKENS) // catalog.longest
+    count = max((setting.prompt_tokens or PROMPT_TOKENS) // catalog.longest, 1)
     while True:
-        items = random.integers(0, catalog.num_items, max(count, 1)).tolist()
-        yield [token for item in items for token in catalog.sequence(item)]
+        items = random.integers(0, catalog.num_items, max(HISTORY, count))
+        prompt = [token for item in items[-count:].tolist() for token in catalog.sequence(item)]
+        yield User(catalog.item_ids[items].tolist(), prompt)
 
 
 def _server(bench: Bench, catalog: Catalog, *options: str) -> Server:
@@ -125,16 +140,19 @@ def _server(bench: Bench, catalog: Catalog, *options: str) -> Server:
 
 @asynccontextmanager
 async def _ours(
-    bench: Bench, catalog: Catalog, width: int, options: dict[str, Any] | None = None
+    bench: Bench, catalog: Catalog, width: int, options: dict[str, Any] | None = None, excludes: bool = False
 ) -> AsyncIterator[Ask]:
     config = {"trie_beam": {"catalogs": {"items": _file(bench)}, "max_beam_width": MOST_ROWS}}
     server = _server(bench, catalog, "--plugin", "trie_beam", "--additional-config", json.dumps(config))
     async with Retriever(server.url, "target", "items", options, catalog.longest, SECONDS) as retriever:
 
-        async def ask(prompt: list[int]) -> None:
-            found = await retriever.find(prompt, width)
+        async def ask(user: User) -> None:
+            had = user.history if excludes else []
+            found = await retriever.find(user.prompt, width, had)
             if len(found.item_ids) != width:
                 raise RuntimeError(f"{len(found.item_ids)} items were found, not {width}")
+            if again := {*found.item_ids} & {*had}:
+                raise RuntimeError(f"item {min(again)} was excluded, and found")
 
         yield ask
 
@@ -146,9 +164,9 @@ async def _client_loop(bench: Bench, catalog: Catalog, width: int) -> AsyncItera
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=server.url, timeout=SECONDS, limits=limits) as http:
 
-        async def ask(prompt: list[int]) -> None:
+        async def ask(user: User) -> None:
             search = {"use_beam_search": True, "n": width, "ignore_eos": True, "max_tokens": catalog.longest}
-            answer = await post(http, "/v1/completions", {"model": "target", "prompt": prompt, **search})
+            answer = await post(http, "/v1/completions", {"model": "target", "prompt": user.prompt, **search})
             if len(answer["choices"]) != width:
                 raise RuntimeError(f"{len(answer['choices'])} answers came back, not {width}")
 
@@ -176,9 +194,9 @@ async def _transformers(bench: Bench, catalog: Catalog, width: int) -> AsyncIter
             prefix_allowed_tokens_fn=along(catalog, len(prompt)),
         )
 
-    async def ask(prompt: list[int]) -> None:
+    async def ask(user: User) -> None:
         async with one_at_a_time:
-            await asyncio.to_thread(search, prompt)
+            await asyncio.to_thread(search, user.prompt)
 
     yield ask
 
@@ -186,6 +204,7 @@ async def _transformers(bench: Bench, catalog: Catalog, width: int) -> AsyncIter
 SEARCHES = {
     OURS: _ours,
     OURS_RENORMALISED: partial(_ours, options={"catalog_renormalize": True}),
+    OURS_NEW: partial(_ours, options={"catalog_renormalize": True}, excludes=True),
     CLIENT_LOOP: _client_loop,
     TRANSFORMERS: _transformers,
 }
@@ -195,7 +214,8 @@ TABLE = Table(
     cells,
     measure,
     f"catalog of a million items unless --catalog names one; each prompt is another history of about {PROMPT_TOKENS} "
-    f"tokens unless --prompt-tokens says how many, none cached; all beams are returned, ours as arrays; {MOST_ROWS} "
+    f"tokens unless --prompt-tokens says how many, none cached; without the history: none of "
+    f"{HISTORY} items is returned, by exclude_items; all beams are returned, ours as arrays; {MOST_ROWS} "
     "rows at once in vLLM; transformers without HTTP in the clients' process, its searches one after the other; "
     "searches take turns in being loaded; at a time: so many clients that each ask one after the other; a second: "
     f"Poisson arrivals, at {SHARES[0]} and {SHARES[1]} of the requests per second that this search reached with "

@@ -119,15 +119,17 @@ def test_no_file_and_no_server_end_in_a_sentence(options: list[str], told: str) 
         arrivals.main(["--url", "http://127.0.0.1:1", "--rate", "1", *options])
 
 
-def test_prompts_are_histories_of_items_as_long_as_asked_for() -> None:
+def test_prompts_are_the_ends_of_histories_and_as_long_as_asked_for() -> None:
     items = np.arange(300).reshape(100, 3)
-    catalog = Catalog.from_sequences(items.tolist())
+    catalog = Catalog.from_sequences(items.tolist(), ids=[*range(700, 800)])
     for asked, length in ((None, 126), (30, 30), (2, 3)):
-        first, second = islice(service.prompts(Setting(prompt_tokens=asked), catalog, "a"), 2)
+        first, second = islice(service.users(Setting(prompt_tokens=asked), catalog, "a"), 2)
         assert first != second
-        assert next(service.prompts(Setting(prompt_tokens=asked), catalog, "b")) not in (first, second)
-        assert len(first) == len(second) == length
-        assert (catalog.find(np.array(first).reshape(-1, 3)) >= 0).all()
+        assert next(service.users(Setting(prompt_tokens=asked), catalog, "b")) not in (first, second)
+        assert len(first.prompt) == len(second.prompt) == length
+        found = catalog.find(np.array(first.prompt).reshape(-1, 3)).tolist()
+        assert first.history[-len(found) :] == found
+        assert len(first.history) == service.HISTORY
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, read_item_list
+from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, read_item_list, why_nothing_is_excluded
 from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams
-from vllm_trie.search.constraints.closed_nodes import KIND_BITS, NO_ITEM_ENDS, NO_WAY_ON, PART, ClosedNodes
+from vllm_trie.search.constraints.catalog import MOST_PLACES
+from vllm_trie.search.constraints.closed_nodes import (
+    KIND_BITS,
+    LEAST_PARTS,
+    NO_ITEM_ENDS,
+    NO_WAY_ON,
+    PART,
+    ClosedNodes,
+    NodeCodes,
+)
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 
 ALONG = BeamParams(beam_width=2, catalog="items")
@@ -87,11 +97,60 @@ def test_each_search_finds_its_own_closed_nodes_wherever_they_lie(
         assert (closed.codes.diff() >= 0).all()
         assert children[0].tolist() == [kinds[name].get(node, 0) for node in range(7, 27)]
     assert closed.kinds(torch.zeros_like(every), every).sum() == 0
-    assert len(closed.codes) <= 2 * PART * (1 + sum(len(nodes) // PART + 1 for nodes in searches))
+    num_parts = 2 * (1 + sum(len(nodes) // PART + 1 for nodes in searches))
+    assert len(closed.codes) <= PART * max(LEAST_PARTS, num_parts)
+
+
+def of_nodes(count: int) -> NodeCodes:
+    return NodeCodes(np.arange(1, count + 1) << KIND_BITS | NO_WAY_ON, 1)
+
+
+HISTORIES = range(1, 1000, 7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [(HISTORIES, 2), ([*HISTORIES, *range(1000, 100_000, 5_000)], 8)], ids=["hundreds", "most"]
+)
+def test_what_graphs_know_changes_a_handful_of_times(sizes: Sequence[int], most: int) -> None:
+    """Searches come and go, and exclude ever more, while 32 are kept."""
+    closed, known = ClosedNodes(CPU), list[tuple[int, ...]]()
+    for number, size in enumerate(sizes):
+        closed.drop(str(number - 32))
+        closed.add(str(number), of_nodes(size))
+        codes, *lengths = closed.for_kernels
+        known.append((len(codes), *lengths))
+        assert size < 1 << closed.num_bits
+    assert len({*known}) == most
+
+
+def test_lists_are_looked_up_without_a_wait_where_an_engine_has_some(tmp_path: Path) -> None:
+    Catalog.from_sequences([[1, 2], [3]]).save(tmp_path / "items")
+    (tmp_path / "blocked").write_text("1")
+    files = {"items": str(tmp_path / "items")}
+    with_list = EngineCatalogs(files, 1 << 20, {"blocked": str(tmp_path / "blocked")})["items"]
+    assert "parents" in vars(with_list)
+    assert "parents" not in vars(EngineCatalogs(files, 1 << 20)["items"])
+
+
+def test_a_search_for_too_many_items_of_the_engines_own_version_is_refused(tmp_path: Path) -> None:
+    old, new = (Catalog.from_sequences([[own] for own in range(count)]) for count in (3, 7))
+    new.save(tmp_path / "items")
+    catalogs, most = EngineCatalogs({"items": str(tmp_path / "items")}, 1 << 20), MOST_PLACES // new.num_nodes
+    for num_items, refusal in (
+        (most, None),
+        (most + 1, f"are too many where items are excluded; pass at most {most:,}"),
+    ):
+        assert why_nothing_is_excluded(old, num_items) is None
+        params = ALONG.model_copy(update={"catalog_items": num_items})
+        assert catalogs.use(params, GroupTicketMessage(1, None)).refusal is None
+        found = catalogs.use(params, ticket(old, 1)).refusal
+        assert found == (
+            refusal and f"goes along a version of its catalog for which catalog_items={num_items} {refusal}"
+        )
 
 
 def ticket(catalog: Catalog, *ids: int) -> GroupTicketMessage:
-    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, ids)))
+    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, np.array(ids))))
 
 
 def test_ids_are_looked_up_again_where_the_engine_has_another_version(tmp_path: Path) -> None:

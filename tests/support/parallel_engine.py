@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,10 +51,16 @@ class LookedInto:
 
 
 class ParallelEngine(Engine):
-    """An engine whose scheduler is in this process, and whose ranks are not."""
+    """An engine whose scheduler is in this process, and whose ranks are not.
 
-    def __init__(self, model: Path, parallel: str = "tensor", **options: Any) -> None:
-        checks = {"check_invariants": True, "debug_rank_check": True}
+    Args:
+        catalogs: Files, by name.
+    """
+
+    def __init__(
+        self, model: Path, parallel: str = "tensor", catalogs: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        checks = {"check_invariants": True, "debug_rank_check": True, "catalogs": dict(catalogs or {})}
         with mock.patch.object(multiproc_executor, "get_mp_context", forks.context):
             super().__init__(
                 model,

@@ -198,7 +198,7 @@ class Catalog(CatalogHeader):
         raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
 
     def nodes_of_items(self, item_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the sequences of some items end.
+        """Where the sequences of some items end, or where nothing but that one sequence goes on: the first such node.
 
         Args:
             item_ids: [n] int64, ascending, each once.
@@ -210,12 +210,16 @@ class Catalog(CatalogHeader):
         # As a rule ids are the numbers of lines.
         first = item_ids if self._are_ids_numbers else ids.searchsorted(item_ids)
         is_known = ids.take(first, mode="clip") == item_ids
-        unknown = item_ids[~is_known]
-        first = first[is_known] if len(unknown) else first
+        unknown = item_ids.compress(~is_known)
+        first = first.compress(is_known) if len(unknown) else first
         if not self._has_one_sequence_each:
             counts = ids.searchsorted(ids[first], side="right") - first
             first = np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        return np.sort(nodes[first]), unknown
+        return np.sort(nodes.take(first)), unknown
+
+    def index_ids(self) -> None:
+        """Make what looks up nodes of items, and their parents: else that waits until it is asked for."""
+        _ = self._are_ids_numbers, self.parents
 
     @cached_property
     def parents(self) -> np.ndarray:
@@ -224,9 +228,18 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def _nodes_by_id(self) -> tuple[np.ndarray, np.ndarray]:
-        """Item ids, ascending, and the node where each ends: [items] int64 and int32."""
-        order = np.argsort(self.item_ids, kind="stable")
-        return self.item_ids[order], np.flatnonzero(self.is_item).astype(np.int32)[order]
+        """Item ids, ascending, and what `nodes_of_items` returns of each: [items] int64 and int32."""
+        order, nodes = np.argsort(self.item_ids, kind="stable"), np.flatnonzero(self.is_item).astype(np.int32)
+        num_children = np.diff(self.first_child)
+        leads_to_one = (num_children == 1) & ~self.is_item
+        leads_to_one[0] = False
+        rising = np.flatnonzero(num_children.take(nodes) == 0)
+        while len(rising):
+            above = self.parents.take(nodes.take(rising))
+            is_alone = leads_to_one.take(above)
+            rising, above = rising.compress(is_alone), above.compress(is_alone)
+            nodes[rising] = above
+        return self.item_ids[order], nodes[order]
 
     @cached_property
     def _are_ids_numbers(self) -> bool:

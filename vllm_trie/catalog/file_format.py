@@ -28,7 +28,7 @@ START = PREAMBLE.size + hashlib.sha256().digest_size  # of the header
 AGAIN = "build it again by python -m vllm_trie.catalog build"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CatalogHeader:
     """What a catalog says of itself."""
 

@@ -17,7 +17,14 @@ import numpy as np
 from vllm_trie import catalog as catalog_files
 from vllm_trie.catalog.store import CatalogStore, HeldTable
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
-from vllm_trie.engine.catalog_exclusion import Exclusion, SentExclusion, exclusion_digest, read_item_list
+from vllm_trie.engine.catalog_exclusion import (
+    Exclusion,
+    SentExclusion,
+    exclusion_digest,
+    item_list_digest,
+    read_item_list,
+    why_nothing_is_excluded,
+)
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint
@@ -50,16 +57,19 @@ def engine_loads_catalogs(
     if method not in (LOAD_CATALOG, LOAD_ITEM_LIST):
         return original(self, method, *args, **kwargs)
     catalogs, asked = self.scheduler.catalogs, arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
-    if method == LOAD_ITEM_LIST:
-        name, path = asked
-        catalogs.lists[name] = read_item_list(path)
-        return [len(catalogs.lists[name])]
-    self.scheduler.wake()
     name, path, digest = asked
+    differs = f"{path} is not the same to all who load it; write a new file, and load that"
+    if method == LOAD_ITEM_LIST:
+        ids = read_item_list(path)
+        if item_list_digest(ids) != digest:
+            raise RuntimeError(differs)
+        catalogs.lists[name] = ids
+        return [digest]
+    self.scheduler.wake()
     try:
         results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:
-            raise RuntimeError(f"catalog {path} is not the same to all who load it; write a new file, and load that")
+            raise RuntimeError(f"catalog {differs}")
         catalog = catalog_files.Catalog.open(path)
         if catalog.digest != digest:
             raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")
@@ -98,6 +108,7 @@ class NoGroupCatalog:
     constraints: tuple[ItemConstraint, ...] = ()
     brings: Mapping[Hashable, int] = {}
     excludes: str | None = None  # the digest of what is closed to it
+    refusal: str | None = None  # why the search cannot go along this version
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
@@ -145,6 +156,8 @@ class GroupCatalogUse(NoGroupCatalog):
         self.rules = ItemConstraint(catalog.digest, *counts, excludes=excludes is not None)
         self.constraints = (self.rules,)
         self.brings, self.excludes = brings, excludes
+        if excludes is not None and (why := why_nothing_is_excluded(catalog, params.catalog_items)):
+            self.refusal = f"goes along a version of its catalog for which {why}"
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
@@ -320,6 +333,8 @@ class EngineCatalogs(CatalogStore):
     def add(self, catalog: Catalog) -> None:
         """Know what workers have loaded for a name."""
         super().add(catalog)
+        if self.lists:  # which are looked up where searches begin
+            catalog.index_ids()
         self._held.add(catalog.digest)
         self._sets.pop(catalog.digest, None)
         if self.changes is not None:

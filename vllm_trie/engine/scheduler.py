@@ -151,6 +151,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
                 f"with a prompt of {request.num_prompt_tokens} tokens needs {needed} KV blocks to start and the engine "
                 f"has {usable}; lower it or give the KV cache more memory"
             )
+        elif catalog.refusal is not None:
+            refusal = catalog.refusal
         elif not self.catalogs.has_room(group.plan.brings):
             refusal = (
                 f"excludes or brings more than request_tables_bytes={self.catalogs.room:,} of each device have room "

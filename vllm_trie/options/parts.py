@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, WrapValidator
+from pydantic import Field, PlainValidator, Strict, WrapValidator
 
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
+from vllm_trie.options.item_ids import MOST_EXCLUDED, ItemIds
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
@@ -24,7 +25,6 @@ MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
-MOST_EXCLUDED = 100_000  # items that a request must not return; more make a list of the engine
 MOST_EXCLUDED_JSON = 2_200_000  # characters: room for so many ids of twenty digits, a comma and a space
 MOST_STRING = 100_000  # characters of one of them, far more than a model writes as one item
 MOST_SEQUENCE_JSON = 20_000_000  # characters: room for so many tokens of seven digits, a comma and a space
@@ -65,6 +65,7 @@ Sequences = Annotated[
     Field(min_length=1, max_length=MOST_SEQUENCES),
     WrapValidator(lambda value, check: value if isinstance(value, SequencesText) else check(value)),
 ]
+ExcludedItems = Annotated[list[int] | ItemIds, PlainValidator(ItemIds.of)]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
 # A phrase, or all ways to write it, and its weight; a list, too, as JSON has no pairs.
 PhraseBoost = Annotated[
@@ -262,9 +263,7 @@ class Catalogs(Options):
     catalog_stop: bool = option(False)
     catalog_renormalize: bool = option(False)
     catalog_unique: bool = option(False)
-    exclude_items: list[Int64] | None = option(
-        None, _ITEMS, MOST_EXCLUDED_JSON, max_length=MOST_EXCLUDED, fail_fast=True
-    )
+    exclude_items: ExcludedItems | None = option(None, _ITEMS, MOST_EXCLUDED_JSON, MOST_EXCLUDED)
     exclude_list: str | None = option(None, "is not the name of a list of items; pass a string")
 
 

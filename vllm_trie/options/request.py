@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeAlias
 
 from pydantic.fields import FieldInfo
 
+from vllm_trie.options.item_ids import read_item_ids
 from vllm_trie.options.matrix import refuse_options
 from vllm_trie.options.parts import (
     MOST_PENALTY,
@@ -32,6 +33,12 @@ from vllm_trie.options.table import Options, did_you_mean_option, option_choices
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
 _COMMON_WORDS |= {"order", "exploration", "pool", "lookahead"}
 MOST_KEYS = 64  # in `extra_args`, that a beam request may have, and that are compared with the names of options
+# What the OpenAI server sends as a text: it has no lists of lists, no objects, and lists that take long to read.
+_READ_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "phrase_boosts": json.loads,
+    "contrast": json.loads,
+    "exclude_items": read_item_ids,
+}
 _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 
 
@@ -136,10 +143,10 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
             options[name] = {0: False, 1: True}.get(value, value)
     for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
         part.check_sizes(options)
-    for name in {"phrase_boosts", "contrast", "exclude_items"} & kind_by_options(options).model_fields.keys():
-        if isinstance(text := options.get(name), str):  # there it sends no lists of lists, and no objects
+    for name in _READ_FROM_TEXT.keys() & kind_by_options(options).model_fields.keys():
+        if isinstance(text := options.get(name), str):
             with suppress(ValueError, RecursionError):
-                options[name] = json.loads(text)
+                options[name] = _READ_FROM_TEXT[name](text)
     if isinstance(text := options.get("allowed_sequences"), str) and kind_by_options(options) is BeamParams:
         options["allowed_sequences"] = SequencesText(text)
     return options_of_search(options)

@@ -20,6 +20,8 @@ from tests.support.running import MOST_TIES, count_ties, prompt_of, run, trained
 from tests.support.sweep import sweep
 from vllm_trie import beam_params, hypotheses, load_item_list
 from vllm_trie.catalog import Catalog
+from vllm_trie.engine import catalogs as engine_catalogs
+from vllm_trie.entrypoints.requests.catalogs import _looked_up_exclusion
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -226,6 +228,10 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     ):
         with pytest.raises(ValueError, match=why):
             load_item_list(engine.llm, name, file)
+    other = str(tmp_path / "blocked.txt")  # as one of several engines may find it
+    with pytest.raises(RuntimeError, match="is not the same to all who load it; write a new file"):
+        core.engine_core.engine_core.collective_rpc("load_item_list", args=("blocked", other, "another one"))
+    assert engine.scheduler.catalogs.lists["blocked"].tolist() == sorted(new)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -257,6 +263,43 @@ def test_what_cannot_be_excluded_is_refused_and_the_next_request_served(
     params.extra_args = {"beam_width": 2, "catalog": "items", "exclude_items": json.dumps([1, 2])}  # as over HTTP
     (output,) = engine.generate([prompt_of(9)], params)
     assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1, 2])}
+
+
+class Uncopied(list[int]):
+    """A list that vLLM must not copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("all ids of a request are copied")
+
+
+def test_ids_are_read_and_looked_up_once_before_parameters_are_copied(
+    engines: Engines, model: Path, tmp_path: Path
+) -> None:
+    engine, params = with_items(engines, model, tmp_path, NESTED), beam_params(2, max_tokens=6)
+    ids = [1, 2, 5, 8]
+    params.extra_args = {"beam_width": 2, "catalog": "items", "exclude_items": Uncopied(ids)}
+    num_read = _looked_up_exclusion.cache_info().misses
+    outputs = engine.generate([prompt_of(9 + n, n) for n in range(3)], params)
+    assert _looked_up_exclusion.cache_info().misses == num_read + 1
+    assert all(tuple(output.outputs[0].token_ids) in {*left_of(NESTED, ids)} for output in outputs)
+    assert params.extra_args["exclude_items"] == ids
+
+
+def test_a_version_that_is_too_large_for_a_search_refuses_that_one_alone(
+    engines: Engines, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = with_items(engines, model, tmp_path, NESTED), prompt_of(20)
+    params = beam_params(2, catalog="items", exclude_items=[1], max_tokens=6)
+    monkeypatch.setattr(engine_catalogs, "why_nothing_is_excluded", lambda *_: "catalog_items=1 are too many")
+    refused, (other,) = engine.generate([prompt], params)[0], engine.generate([prompt], beam_params(2, max_tokens=6))
+    assert refused.outputs[0].finish_reason == "error"
+    assert str(refused.outputs[0].stop_reason) == (
+        "beam_width=2 goes along a version of its catalog for which catalog_items=1 are too many"
+    )
+    assert other.outputs[0].finish_reason != "error"
+    monkeypatch.undo()
+    (output,) = engine.generate([prompt], params)
+    assert tuple(output.outputs[0].token_ids) in {*left_of(NESTED, [1])}
 
 
 def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(

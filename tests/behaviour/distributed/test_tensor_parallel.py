@@ -19,6 +19,7 @@ from tests.support.disturb import preempt_all
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import GRAMMARS, structured
 from tests.support.head_alone import heading
+from tests.support.items import random_items
 from tests.support.pairs import NOISE, Pair, drafting, looking_up, steps_per_forward
 from tests.support.parallel_engine import RANKS, ParallelEngine
 from tests.support.ray_on_cpu import local_ray
@@ -26,6 +27,8 @@ from tests.support.running import prompt_of, run, trained_prompts
 from tests.support.sweep import sweep
 from tests.support.traffic import MAX_BATCHED, MAX_TOKENS, check_same, copied, jobs
 from vllm_trie import beam_params
+from vllm_trie.catalog import Catalog
+from vllm_trie.options.item_ids import ItemIds
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +141,29 @@ def test_two_ranks_follow_grammars_alike(engines: Engines) -> None:
     parallel = ParallelEngine(TRAINED_TARGET)
     try:
         check_same(run(parallel, copied(asked)), expected)
+        parallel.check_nothing_is_left()
+    finally:
+        parallel.close()
+
+
+def test_two_ranks_exclude_the_items_that_one_excludes(engines: Engines, model: Path, tmp_path: Path) -> None:
+    items = random_items(400, [2, 3, 4], tokens=(2, 60))
+    Catalog.from_sequences(items).save(tmp_path / "items.catalog")
+    catalogs = {"items": str(tmp_path / "items.catalog")}
+    excluded = [[*range(first, len(items), step)] for first, step in ((0, 2), (1, 3), (0, 400), (0, 2))]
+    asked = [
+        (prompt_of(20 + 7 * number, number), beam_params(4, n=4, catalog="items", max_tokens=8, **options))
+        for number, ids in enumerate(excluded)
+        for options in ({"exclude_items": ids}, {"exclude_items": ids, "catalog_renormalize": True}, {})
+    ]
+    expected = run(engines(model, additional_config={"trie_beam": {"catalogs": catalogs}}), copied(asked))
+    parallel = ParallelEngine(model, catalogs=catalogs)
+    try:
+        found = run(parallel, copied(asked), parallel.check_rows)
+        check_same(found, expected)
+        for (_, params), output in zip(asked, found, strict=True):
+            ids = (params.extra_args or {}).get("exclude_items", ItemIds()).numbers.tolist()
+            assert {tuple(o.token_ids) for o in output.outputs} <= {*items} - {items[own] for own in ids}
         parallel.check_nothing_is_left()
     finally:
         parallel.close()

@@ -12,12 +12,14 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.entrypoints.requests import requests
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
+from vllm_trie.entrypoints.requests.request_data import RequestData
 from vllm_trie.entrypoints.requests.requests import (
     _SENT,
     _fit_request_lengths,
     refuse_request_marks,
     why_no_request_after,
 )
+from vllm_trie.options import BeamParams
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.step_search.opening import open_step_request
 
@@ -68,7 +70,8 @@ def test_what_vllm_refuses_of_a_beam_request_is_short_and_else_as_vllm_says_it(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(requests, "has_beams", lambda _: True)
-    monkeypatch.setattr(requests, "read_request", lambda params, *_: params.extra_args)
+    found = RequestData(BeamParams(beam_width=2))
+    monkeypatch.setattr(requests, "read_request", lambda params, *_: found if params.extra_args else None)
     processor = SimpleNamespace(vllm_config=None, tokenizer=None, renderer=SimpleNamespace(mm_processor_cache=None))
     refusal = VLLMValidationError("is wrong", parameter="logit_bias", value="7" * size)
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
-from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list
+from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list, why_nothing_is_excluded
 from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
+from vllm_trie.options.item_ids import ItemIds
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import sampling_params_stops
-from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.supported_engines import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
@@ -52,14 +55,14 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
     return path, _checked_catalog_for_requests(path, vllm_config.model_config)
 
 
-def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, int]:
-    """A file that is to become a list of items of a running engine, and how many are in it.
+def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, np.ndarray]:
+    """A file that is to become a list of items of a running engine, and the ids [n] int64 in it.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
     path = _new_file_for_requests(vllm_config, "exclude_list", name, file)
-    return path, len(read_item_list(path))
+    return path, read_item_list(path)
 
 
 def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file: str) -> str:
@@ -109,9 +112,7 @@ def resolve_request_items(
     if item_set is not None:
         catalog, what = item_set, "allowed_sequences"
     else:
-        known = catalogs_for_requests(vllm_config)
-        _refuse_unknown_name("catalog", beam.catalog, known.names)
-        catalog, what = known[str(beam.catalog)], f"catalog={shown_option(beam.catalog)}"
+        catalog, what = _catalog_of_request(beam, vllm_config), f"catalog={shown_option(beam.catalog)}"
     after = _request_catalog_token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
     if after in sampling_params_stops(params):
         raise ValueError(
@@ -163,20 +164,29 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
     """
     if beam.exclude_list is not None:
         _refuse_unknown_name("exclude_list", beam.exclude_list, plugin_config_of(vllm_config).exclude)
-    if beam.exclude_items is None and beam.exclude_list is None:
-        return None
-    catalog = catalogs_for_requests(vllm_config)[str(beam.catalog)]
-    if beam.catalog_items * catalog.num_nodes > MOST_PLACES:
-        raise ValueError(
-            f"catalog_items={beam.catalog_items} are too many where items are excluded; pass at most "
-            f"{MOST_PLACES // catalog.num_nodes:,}"
-        )
+    catalog = _catalog_of_request(beam, vllm_config)
+    if refusal := why_nothing_is_excluded(catalog, beam.catalog_items):
+        raise ValueError(refusal)
     if beam.exclude_items is None:
         return None
     try:
-        return SentExclusion.of(catalog, beam.exclude_items)
+        return _looked_up_exclusion(ref(catalog), ItemIds.of(beam.exclude_items))
     except ValueError as error:
         raise ValueError(f"exclude_items: {error}") from None
+
+
+@lru_cache(maxsize=8)  # prompts that share their parameters exclude the same, and so do users who come back
+def _looked_up_exclusion(catalog: ref[Catalog], item_ids: ItemIds) -> SentExclusion:
+    version = catalog()
+    assert version is not None
+    return SentExclusion.of(version, item_ids.numbers)
+
+
+def _catalog_of_request(beam: BeamParams, vllm_config: VllmConfig) -> Catalog:
+    """The present version of the catalog that a request names."""
+    known = catalogs_for_requests(vllm_config)
+    _refuse_unknown_name("catalog", beam.catalog, known.names)
+    return known[str(beam.catalog)]
 
 
 def _refuse_unknown_name(option: str, name: str | None, known: Collection[str]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ from vllm_trie.engine.hypothesis import NO_HYPOTHESES
 from vllm_trie.engine.outputs import compact_engine_answer
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
-from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData
+from vllm_trie.entrypoints.requests.request_data import BRINGS, RequestData
 from vllm_trie.entrypoints.requests.requests import forget_unsent_request, read_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
@@ -101,7 +101,7 @@ async def generate_once_request_read(
         yield _aborted_request_reading(request_id, prompt, params, engine)
         return
     if data is not None:
-        params = _request_with_data(data, params)
+        params = data.instead_of_texts(params)
     async with aclosing(generate(engine, prompt, params, request_id, *args, **kwargs)) as outputs:
         async for output in outputs:
             yield output
@@ -125,11 +125,3 @@ def _aborted_request_reading(request_id: str, prompt: Any, params: SamplingParam
     text, tokens, _ = extract_prompt_components(engine.model_config, prompt) if is_whole else (None, None, None)
     more = {PLUGIN_NAME: answer} if answer else None
     return RequestOutput(request_id, text, tokens, None, outputs, finished=True, kv_transfer_params=more)
-
-
-def _request_with_data(data: RequestData, params: SamplingParams) -> SamplingParams:
-    """A request with what was read, in place of the texts that it was read from."""
-    others = {name: value for name, value in (params.extra_args or {}).items() if name not in BRINGS}
-    params = copy(params)
-    params.extra_args = {**others, READ: data}
-    return params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from vllm_trie.supported_engines import plugin_config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
+    from vllm_trie.engine.catalog_exclusion import SentExclusion
     from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
     from vllm_trie.entrypoints.requests.phrases import Boosts
 
@@ -32,6 +34,7 @@ class RequestData:
     beam: BeamParams
     phrases: Boosts | None = None  # as tokens
     item_set: Catalog | None = None
+    exclusion: SentExclusion | None = None
 
     @property
     def has_items(self) -> bool:
@@ -59,6 +62,15 @@ class RequestData:
         data = (params.extra_args or {}).get(READ)
         return data if isinstance(data, cls) else None
 
+    def instead_of_texts(self, params: SamplingParams) -> SamplingParams:
+        """The request with what was read, in place of what it was read from: that, vLLM would look through and copy."""
+        extra_args = params.extra_args or {}
+        if extra_args.keys().isdisjoint(BRINGS):
+            return params
+        params = copy(params)
+        params.extra_args = {name: value for name, value in extra_args.items() if name not in BRINGS} | {READ: self}
+        return params
+
 
 def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> RequestData:
     """What a request brings.
@@ -70,7 +82,7 @@ def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: An
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    phrases, item_set = None, None
+    phrases, item_set, exclusion = None, None, None
     if beam.phrase_boosts is not None:
         from vllm_trie.entrypoints.requests.phrases import request_phrases_as_tokens  # few requests bring anything
 
@@ -81,7 +93,11 @@ def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: An
         if (sets := _item_sets.get(processor)) is None:
             sets = _item_sets[processor] = RequestItemSets(processor.model_config.max_model_len)
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
-    data = RequestData(beam, phrases, item_set)
+    if beam.exclude_items is not None or beam.exclude_list is not None:
+        from vllm_trie.entrypoints.requests.catalogs import sent_request_exclusion
+
+        exclusion = sent_request_exclusion(beam, processor.vllm_config)
+    data = RequestData(beam, phrases, item_set, exclusion)
     _refuse_request_without_room(data.num_bytes, plugin_config_of(processor.vllm_config).request_tables_bytes)
     return data
 

@@ -81,6 +81,7 @@ def process_request_inputs(
             with refusing_requests():
                 _refuse_request_without_kernel(params, self.vllm_config)
                 data = RequestData.of(params) or read_request(params, self, self.tokenizer)
+                params = params if data is None else data.instead_of_texts(params)
         with nullcontext() if data is None else shortening_request_refusals():
             request = original(self, request_id, prompt, params, *args, **kwargs)
         if (own := request.sampling_params) is None:
@@ -260,7 +261,7 @@ def _prepare_request(
     """Refuse what beam search cannot do for this request, and give it its ticket."""
     params, vllm_config, model_config = request.sampling_params, processor.vllm_config, processor.model_config
     assert params is not None
-    beam, item_set, exclusion = data.beam, data.item_set, None
+    beam, item_set = data.beam, data.item_set
     if beam.rerank is not None:
         raise ValueError(f"rerank={beam.rerank!r} works in LLM.generate, LLM.chat and batch jobs, not here")
     if request.prompt_embeds is not None or request.mm_features:
@@ -285,14 +286,9 @@ def _prepare_request(
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
     if data.has_items:
-        from vllm_trie.entrypoints.requests.catalogs import (  # few requests have items
-            resolve_request_items,
-            sent_request_exclusion,
-        )
+        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # few requests have items
 
-        asked = beam
         beam, num_beams = resolve_request_items(params, beam, item_set, vllm_config, processor.tokenizer)
-        exclusion = sent_request_exclusion(asked, vllm_config)
     if sampling_params_have_grammar(params):
         from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
 
@@ -311,7 +307,7 @@ def _prepare_request(
         model_padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
     )
     content = None if item_set is None else item_set.to_bytes()
-    excluded = None if exclusion is None else vars(exclusion)
+    excluded = None if data.exclusion is None else vars(data.exclusion)
     ticket = GroupTicketMessage(params.n, eos_token_id, beam.model_dump(), caller, content, excluded, padding)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}

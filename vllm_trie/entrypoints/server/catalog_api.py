@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps_vllm
+from vllm_trie.engine.catalog_exclusion import item_list_digest
 from vllm_trie.engine.catalogs import LOAD_CATALOG, LOAD_ITEM_LIST
 from vllm_trie.entrypoints.requests.catalogs import (
     catalogs_for_requests,
@@ -24,6 +25,9 @@ from vllm_trie.supported_engines import has_beams, plugin_config_of
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
+
+Read = TypeVar("Read")
 
 # What begins with /v1 needs the server's API key.
 router, list_router = APIRouter(prefix="/v1/catalogs"), APIRouter(prefix="/v1/exclude")
@@ -72,9 +76,9 @@ def load_item_list(llm: LLM, name: str, file: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
-    path, num_items = new_item_list_for_requests(llm.llm_engine.vllm_config, name, file)
-    llm.collective_rpc(LOAD_ITEM_LIST, args=(name, path))
-    return {"name": name, "items": num_items}
+    path, ids = new_item_list_for_requests(llm.llm_engine.vllm_config, name, file)
+    llm.collective_rpc(LOAD_ITEM_LIST, args=(name, path, item_list_digest(ids)))
+    return {"name": name, "items": len(ids)}
 
 
 # What OpenAPI says of these routes is named by what is here.
@@ -99,10 +103,7 @@ async def list_catalogs(request: Request) -> list[dict[str, Any]]:
 async def load(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
     """Take a new version of one."""
     state = request.app.state
-    try:
-        path, catalog = await asyncio.to_thread(new_catalog_for_requests, state.vllm_config, name, version.file)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from None
+    path, catalog = await _read(new_catalog_for_requests, state.vllm_config, name, version)
     await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
     catalogs_for_requests(state.vllm_config).name(name, catalog)
     return _catalog_served_as(name, catalog)
@@ -119,12 +120,19 @@ async def list_item_lists(request: Request) -> list[str]:
 async def load_list(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
     """Take a new version of one."""
     state = request.app.state
+    path, ids = await _read(new_item_list_for_requests, state.vllm_config, name, version)
+    await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path, item_list_digest(ids)))
+    return {"name": name, "items": len(ids)}
+
+
+async def _read(
+    read: Callable[[VllmConfig, str, str], tuple[str, Read]], vllm_config: VllmConfig, name: str, version: NewVersion
+) -> tuple[str, Read]:
+    """What is in a file that a client has named, read in a thread."""
     try:
-        path, num_items = await asyncio.to_thread(new_item_list_for_requests, state.vllm_config, name, version.file)
+        return await asyncio.to_thread(read, vllm_config, name, version.file)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
-    await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path))
-    return {"name": name, "items": num_items}
 
 
 def _catalog_served_as(name: str, catalog: Catalog) -> dict[str, Any]:

@@ -5,6 +5,7 @@ So searches that exclude different items are selected together. Where its own no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ IS_CLOSED = NO_ITEM_ENDS | NO_WAY_ON
 PART = 512  # codes, of which a search has a whole number
 PART_SHIFT = 44  # bits of a code below the part in which its search begins
 MOST_CODE = (1 << PART_SHIFT) - 1
+LEAST_PARTS = 64  # that there is room for, as soon as there are any: 256 KiB
+# With which the codes of a search are counted: few steps, and so few lengths, as CUDA graphs know places and lengths.
+COUNT_BITS = (10, 14, 18, 24, 31)
 
 
 class NodeCodes(NamedTuple):
@@ -43,7 +47,7 @@ class ClosedNodes:
         # [parts * PART] int64, ascending: codes of a search, and above them in which part it begins; then as a rule
         # what comes after all codes of that part. The first part has none.
         self.codes = _unused(range(1), device)
-        self.num_bits = 1  # that the most codes of a search are counted with, so far
+        self.num_bits = COUNT_BITS[0]  # that the most codes of a search are counted with, so far
         self.most_together = 1  # closed nodes of one parent, so far
         self._parts: dict[str, range] = {}  # by digest
 
@@ -58,13 +62,13 @@ class ClosedNodes:
         parts, num_there = range(first, first + num_parts), len(self.codes) // PART
         if parts.stop > num_there:
             self.codes = torch.cat(
-                [self.codes, _unused(range(num_there, max(parts.stop, 2 * num_there)), self.codes.device)]
+                [self.codes, _unused(range(num_there, max(parts.stop, 2 * num_there, LEAST_PARTS)), self.codes.device)]
             )
         own = np.full(num_parts * PART, MOST_CODE, np.int64)
         own[: len(codes)] = codes
         self._parts[digest] = parts
         self.codes[_places(parts)] = uploaded_for_search(own + (first << PART_SHIFT), self.codes.device)
-        self.num_bits = max(self.num_bits, len(codes).bit_length())
+        self.num_bits = max(self.num_bits, COUNT_BITS[bisect_left(COUNT_BITS, len(codes).bit_length())])
         self.most_together = max(self.most_together, most_together)
 
     def drop(self, digest: str) -> None:
