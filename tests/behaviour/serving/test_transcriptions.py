@@ -79,7 +79,7 @@ def test_the_answer_is_transformers_best_hypothesis(server: Server, model: Path,
     """By its rules, and both ways of asking for them."""
     before = num_searched(server)
     expected = text_of(model, whispers_answer(model, recording(seed)[1], WIDTH, MAX_TOKENS, task))
-    as_vllm = transcribe(server, seed, task, use_beam_search=True, n=WIDTH, vllm_xargs={"semantics": "hf"})
+    as_vllm = transcribe(server, seed, task, use_beam_search=True, n=WIDTH)
     as_trie = transcribe(server, seed, task, vllm_xargs={"beam_width": WIDTH})
     assert as_vllm.text == as_trie.text == expected
     assert num_searched(server) == before + 2
@@ -100,7 +100,7 @@ def test_each_part_of_a_long_recording_is_searched(server: Server, model: Path) 
     parts = split_audio(recording(5, seconds)[1], SAMPLING_RATE, 1.0, 1.0, 1600)  # as vLLM cuts it
     assert len(parts) > 1
     expected = " ".join(text_of(model, whispers_answer(model, part, WIDTH, MAX_TOKENS)) for part in parts)
-    as_vllm = transcribe(server, 5, seconds=seconds, use_beam_search=True, n=WIDTH, vllm_xargs={"semantics": "hf"})
+    as_vllm = transcribe(server, 5, seconds=seconds, use_beam_search=True, n=WIDTH)
     as_trie = transcribe(server, 5, seconds=seconds, vllm_xargs={"beam_width": WIDTH})
     assert as_vllm.text == as_trie.text == expected
     assert num_searched(server) == before + 2 * len(parts)

@@ -77,13 +77,14 @@ def _served_beam_search_params(
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := options_ask_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
-    if all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
+    is_speech = isinstance(request, SpeechRequest)  # of which vLLM's rules would repeat the end up to `max_tokens`
+    if not is_speech and all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
         xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
     copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
     sampling_params = copied.to_sampling_params(params.max_tokens, {})
-    if isinstance(request, SpeechRequest):
+    if is_speech:
         sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
     if (asked := sampling_params.logprobs) is not None:
