@@ -151,10 +151,9 @@ def _wrap_plugin_front_end(usage_context: UsageContext | None, keeps_stats: bool
     # Who has imported `AsyncLLM` may make one of any config.
     is_offline = usage_context is UsageContext.LLM_CLASS and "vllm.v1.engine.async_llm" not in sys.modules
     answers = "answers.search_state", "answers.logprobs", "answers.answer_start"
-    endpoints = ("server.server", "server.use_beam_search", "server.streams", "server.generate_api")
-    endpoints += ("server.catalog_api", "server.speech")
+    endpoints = "server", "use_beam_search", "streams", "generate_api", "catalog_api", "speech"
     of_stats = ("server.metrics",) if keeps_stats or not is_offline else ()
-    of_servers = () if is_offline else ("async_llm", *endpoints)
+    of_servers = () if is_offline else ("async_llm", *(f"server.{name}" for name in endpoints))
     for module in ("requests.requests", "llm", "llm_engine", *answers, *of_stats, *of_servers):
         wrap_vllm(f"vllm_trie.entrypoints.{module}")
 

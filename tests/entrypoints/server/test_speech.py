@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fastapi import UploadFile
@@ -73,7 +73,7 @@ def test_an_end_that_is_named_stays(tokenizer: Any) -> None:
 class Marking:
     """A tokenizer of numbers, with Whisper's marks."""
 
-    marks = {"<|startofprev|>": PREVIOUS, "<|startoftranscript|>": START}
+    marks: ClassVar = {"<|startofprev|>": PREVIOUS, "<|startoftranscript|>": START}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert text.startswith(" ")

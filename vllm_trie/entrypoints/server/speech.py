@@ -5,14 +5,14 @@ Ordinary requests are answered as vLLM answers them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.logprobs import Logprob
 
-from vllm_trie.compat.patch import wraps_vllm
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.server.server import SpeechRequest
 from vllm_trie.options.request import options_ask_for_beams
 
@@ -61,15 +61,14 @@ def _mark_what_was_said(part: Any, text: str, tokenizer: Any, max_model_len: int
 def get_all_segments(
     original: Callable[..., list[Any]],
     self: SpeechToTextBaseServing,
-    tokens: tuple[int, ...],
-    log_probs: Sequence[dict[int, Logprob]],
-    request: SpeechRequest,
-    segment_class: type[Any],
-    start_time: float = 0,
+    *args: Any,
+    **kwargs: Any,
 ) -> list[Any]:
     """The segments of an answer: none of an empty one, and the last ends with the recording if it names no end."""
-    if not speech_asks_for_beams(request):
-        return original(self, tokens, log_probs, request, segment_class, start_time)
+    call = arguments_to_vllm(original, self, *args, **kwargs)
+    tokens, start_time = call["tokens"], call["start_time"]
+    if not speech_asks_for_beams(call["request"]):
+        return original(**call)
     if tokens and tokens[-1] == self.tokenizer.eos_token_id:
         tokens = tokens[:-1]
     if not tokens:
@@ -78,6 +77,6 @@ def get_all_segments(
     if tokens[-1] < first:
         last = next((token for token in reversed(tokens) if token >= first), first)
         end = max(last, first + round((_ends.get()[start_time] - start_time) * 50))
-        log_probs = [*(log_probs[place] for place in range(len(tokens))), {end: Logprob(0.0)}]
+        call["log_probs"] = [*(call["log_probs"][place] for place in range(len(tokens))), {end: Logprob(0.0)}]
         tokens = (*tokens, end)
-    return original(self, tokens, log_probs, request, segment_class, start_time)
+    return original(**{**call, "tokens": tokens})
