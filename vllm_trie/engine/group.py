@@ -255,13 +255,15 @@ class BeamGroup:
             is_prompt: It led to the first beams.
             of_all: What all groups took, to which it is added as well.
         """
-        num_beams = sum(step.num_beams for step in decided.steps[:num_steps])
+        num_beams, num_accepted = 0, sum(decided.drafted.num_accepted[:num_steps])
+        for step in decided.steps[:num_steps]:
+            num_beams += step.num_beams
         for counts in (self.counts, of_all):
             counts.steps += num_steps
             counts.target_forwards += 1
             counts.prefill_forwards += is_prompt
             counts.drafted += decided.drafted.num_drafts
-            counts.accepted += sum(decided.drafted.num_accepted[:num_steps])
+            counts.accepted += num_accepted
             counts.beams += num_beams
 
     def _finish(self, step: SearchStepResult) -> EndedSearchHypotheses:

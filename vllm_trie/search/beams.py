@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.devices import NEVER, filled_for_search, search_numbers
-from vllm_trie.search.step_result import NextSearchBeams
+
+if TYPE_CHECKING:
+    from vllm_trie.search.step_result import NextSearchBeams
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
@@ -78,11 +80,11 @@ class SearchBeams(NamedTuple):
 
     def after(self, going: NextSearchBeams) -> SearchBeams:
         """What the next beams carry, by slot."""
-        states = dict(going.states or {})
+        states = dict(going.beams.states)
         for key, state in self.states.items():
             if key.source is ConstraintSource.LAST_STEP and key not in states:
                 states[key] = key.advance(_gathered_in_search(state, going.parents), going.tokens)
-        return SearchBeams(going.scores, going.rank_scores, states)
+        return going.beams._replace(states=states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether all constraints allow a token [G, r], and something after it."""

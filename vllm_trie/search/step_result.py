@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import STATELESS, SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import Array, SearchCandidates
@@ -45,15 +46,13 @@ class NextSearchBeams(NamedTuple):
 
     parents: torch.Tensor  # the slot whose beam this slot continues
     tokens: torch.Tensor
-    scores: torch.Tensor  # float32; -inf where there is no beam
-    rank_scores: torch.Tensor | None = None  # float32, what they compete by, if not by `scores`
-    states: Mapping[Constraint, torch.Tensor] | None = None  # those known already
+    beams: SearchBeams  # what they carry; of the states, those known already
 
     @classmethod
     def of(cls, step: SearchStepResult[torch.Tensor]) -> NextSearchBeams:
         """Those of a step."""
         ranks = None if step.rank_scores is None else step.rank_scores.beams
-        return cls(step.parents, step.tokens, step.scores, ranks, step.states)
+        return cls(step.parents, step.tokens, SearchBeams(step.scores, ranks, step.states or STATELESS))
 
 
 class SearchStepResult(NamedTuple, Generic[Array]):

@@ -106,7 +106,7 @@ class KernelStepInGroups(TakeStep):
             self._is_last, room, parents, tokens, next_scores, taken, words, *self._of_words, places, sampled,
             sampled.stride(0), **self._sizes, num_warps=self._num_warps, enable_fp_fusion=False,
         )  # fmt: skip
-        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, SearchBeams(next_scores)), words, self._layout)
 
 
 @triton.jit

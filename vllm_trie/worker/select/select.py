@@ -168,7 +168,7 @@ class Selector:
                 beams = beams_of_rows(groups)
             taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
-            after = beams.after(taken.going)
+            after = beams.after(taken.going) if beams.states else taken.going.beams
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:

@@ -239,7 +239,8 @@ class SelectionGraphs:
             if moves:
                 fork = KVFork(tables.on_device.rows[:4], going.parents.flatten(), has_tails)
                 self._rows.fork(fork, is_controlled)
-            after = KernelBeams(going.scores.contiguous(), None if along is None else (going.states or {})[along])
+            scores, states = going.beams.scores.contiguous(), None if along is None else going.beams.states[along]
+            after = KernelBeams(scores, states)
             launch_put_down_beams(tables.on_device, after, going.tokens.contiguous(), words, decided)
 
         used = [logits.classes, logits.mixed, *([] if step.level is None else [step.level])]
