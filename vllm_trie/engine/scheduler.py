@@ -529,7 +529,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         length, was_decoding = group.length, group.length > 0
         num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
-        if decided.drafted.is_forest or group.plan.search.contrasts:
+        if self._budgets is not None and (decided.drafted.is_forest or group.plan.search.contrasts):
             group.forests.drafted_length = length
         if group.traced and decided.drafted.forest:
             group.traced.add_forest(decided.drafted.forest)

@@ -97,6 +97,11 @@ class StopConstraints(_StopConstraints):
         """What no beam goes on after: it ends there, or may not take it."""
         return self.barred_token_ids if self.are_barred else self.token_ids
 
+    @cached_property
+    def may_complete(self) -> bool:
+        """Whether stop strings end hypotheses in this step."""
+        return bool(self.strings) and not self.are_barred
+
     def classes(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Not to be written to."""
         return search_token_classes(self.last_token_ids, BARRED if self.are_barred else ENDS, vocab_size, device)

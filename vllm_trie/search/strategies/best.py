@@ -62,12 +62,11 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         stops, width = rules.stops, rules.width
         num_going, num_stops = rules.num_beams or width, len(stops.ending_token_ids)
-        may_complete = bool(stops.strings) and not stops.are_barred
         if self.semantics == "hf" or rules.are_sparse:
             return SearchSizes(width, rules.num_ending or num_going, num_rows)
         if self.semantics == "tridecode":
             return SearchSizes(width, num_going + width, num_rows)
-        num_stopping = num_rows * 2 * width if may_complete else min(width, num_rows * num_stops)
+        num_stopping = num_rows * 2 * width if stops.may_complete else min(width, num_rows * num_stops)
         return SearchSizes(width, num_stopping + (num_going if rules.is_last else 0), num_rows)
 
     def choose(

@@ -61,7 +61,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
         isinstance(rules.strategy, DiverseGroupsStrategy)
         and (rules.pruning, rules.constraints, rules.num_logprobs) == (NO_PRUNING, (), None)
         and can_filter_in_kernels(rules.filters)
-        and (not rules.stops.strings or rules.stops.are_barred)
+        and not rules.stops.may_complete
         and rules.width <= SLOTS[-1]
         and sizes.vocab_size <= MOST_TILES * TILE
     )

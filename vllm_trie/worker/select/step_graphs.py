@@ -173,7 +173,7 @@ class SelectionGraphs:
     def _may_hold(self, rules: SearchRules) -> bool:
         """The same as far as rules alone say, without a look at all of them: a long key takes long to find."""
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
-        looks_in_text = rules.stops.strings and not rules.stops.are_barred
+        looks_in_text = rules.stops.may_complete
         reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
         is_processed = rules.is_controlled and self._rows.has_processors
         return not (has_long_key or looks_in_text or reports_much or is_processed)
