@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.devices import NEVER, filled_for_search, search_numbers
-
-if TYPE_CHECKING:
-    from vllm_trie.search.step_result import NextSearchBeams
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
@@ -142,6 +139,14 @@ class SearchBeams(NamedTuple):
         rank_scores = None if self.rank_scores is None else part(self.rank_scores)
         states = {key: part(state) for key, state in self.states.items()}
         return SearchBeams(part(self.scores), rank_scores, states, self.length)
+
+
+class NextSearchBeams(NamedTuple):
+    """The beams that go on, by slot: tensors [G, b]."""
+
+    parents: torch.Tensor  # the slot whose beam this slot continues
+    tokens: torch.Tensor
+    beams: SearchBeams  # what they carry; of the states, those known already
 
 
 def gather_search_states(states: States, parents: torch.Tensor) -> States:

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import STATELESS, SearchBeams
+from vllm_trie.search.beams import STATELESS, NextSearchBeams, SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import SLOTS
 from vllm_trie.worker.kernels.closed_nodes import NO_ITEM_ENDS, PART_BITS, kinds_in_kernel, read_states_in_kernel

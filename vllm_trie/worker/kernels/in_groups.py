@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.beams import NextSearchBeams, SearchBeams
 from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.decide import (
