@@ -13,10 +13,9 @@ import torch
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopConstraints
-from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, rank_search_candidates
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step import search_log_probabilities, take_search_step
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import KernelStepSizes, slots
@@ -150,7 +149,7 @@ def check(inputs: Inputs) -> None:
     """Raise AssertionError where a kernel and its reference differ."""
     by_kernel, by_torch = inputs.select_by_kernel(), inputs.select_by_torch()
     assert all(map(torch.equal, by_kernel, by_torch)), "other beams are selected than in torch"
-    taken = inputs.take_by_kernels().going.scores
+    taken = inputs.take_by_kernels().going.beams.scores
     assert torch.allclose(taken, inputs.take_by_torch(), rtol=1e-5), "steps have other scores than in torch"
     state = (inputs.tokens, inputs.kv.tables[0].blocks, *inputs.caches)
     before = [part.clone() for part in state]

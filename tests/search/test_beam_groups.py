@@ -17,7 +17,7 @@ from vllm_trie.search.group_pools import SearchGroupPools
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult
+from vllm_trie.search.step_result import SearchStepResult, next_search_beams
 from vllm_trie.search.stopping import EndedSearchHypotheses, HfSearchPool
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
@@ -92,7 +92,7 @@ def test_groups_without_a_penalty_go_along_a_catalog_as_searches_of_their_own(
             assert (together.parents[:, of_group] == alone.parents + first).all()
             assert (together.tokens[:, of_group] == alone.tokens).all()
             assert (together.scores[:, of_group] == alone.scores).all()
-            own, of_alone = (before.after(NextSearchBeams.of(step)).states[along] for step in (together, alone))
+            own, of_alone = (before.after(next_search_beams(step)).states[along] for step in (together, alone))
             assert (own[:, of_group] == of_alone).all()
             is_own = together.finished.parents // WIDTH == first // WIDTH
             for field, of_alone in zip(together.finished, alone.finished, strict=True):

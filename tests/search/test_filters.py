@@ -16,10 +16,10 @@ from vllm_trie.search import filters
 from vllm_trie.search.filters import (
     SearchFilters,
     filtered_search_logprobs,
-    search_log_probabilities,
     search_running_sum,
 )
 from vllm_trie.search.sampling import draw_search_tokens
+from vllm_trie.search.step import search_log_probabilities
 
 ROWS, VOCAB_SIZE = 6, 40
 property_test = settings(max_examples=300, derandomize=True)

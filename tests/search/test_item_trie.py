@@ -22,7 +22,7 @@ from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
 from vllm_trie.search.filters import SearchPruning
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step import take_search_step
-from vllm_trie.search.step_result import NextSearchBeams
+from vllm_trie.search.step_result import next_search_beams
 
 VOCAB = 12
 STOP, OTHER_STOP = 10, 11
@@ -259,7 +259,7 @@ def test_steps_are_those_of_a_plain_loop(search: Search, width: int, seed: int, 
         assert [b.score for b in found] == pytest.approx(sorted((b.score for b in expected), reverse=True), abs=1e-5)
         if not found:
             return
-        slots, state = grown, before.after(NextSearchBeams.of(step))
+        slots, state = grown, before.after(next_search_beams(step))
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import loop
-from vllm_trie.search.filters import SearchPruning, pruned_search_logprobs, search_log_probabilities
+from vllm_trie.search.filters import SearchPruning, pruned_search_logprobs
+from vllm_trie.search.step import search_log_probabilities
 
 DEAD = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE = 2, 4, 9

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rank import MIN_TILES, TILE, SearchCandidates, rank_search_candidates, search_topk
+from vllm_trie.search.step import search_log_probabilities
 
 TOLERANCE = 1e-5
 DEAD = float("-inf")  # which of the impossible continuations fill up the ranking does not matter

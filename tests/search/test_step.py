@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopStringConstraint
-from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchInputs, SearchRules
-from vllm_trie.search.step import take_search_step
+from vllm_trie.search.step import search_log_probabilities, take_search_step
 from vllm_trie.search.step_result import SearchStepResult, pack_search_step
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.drawn import take_strategy_cells

@@ -24,7 +24,7 @@ from vllm_trie.search.step import (
     take_packed_search_step,
     take_search_step,
 )
-from vllm_trie.search.step_result import NextSearchBeams, pack_search_step
+from vllm_trie.search.step_result import next_search_beams, pack_search_step
 from vllm_trie.search.strategies import sampled
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy, take_strategy_cells
@@ -140,7 +140,7 @@ def test_step_along_a_catalog_waits_for_nothing(
         items = ConstraintAlongItems(item_rules, trie, rules.stops.token_ids)
         beams = SearchBeams(torch.empty(3, num_rows, device=NOWHERE), None, {items: states}, length)
         found = take_search_step(rules, logits, beams)
-        after = beams.after(NextSearchBeams.of(found))
+        after = beams.after(next_search_beams(found))
         assert after.states[items].shape == found.tokens.shape == (3, WIDTH)
         assert after.advance(found.tokens).states[items].shape == (3, WIDTH)
         assert [after.at(group).states[items].shape for group in range(3)] == [(1, WIDTH)] * 3

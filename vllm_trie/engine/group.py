@@ -15,7 +15,7 @@ from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.grammar import GroupGrammar
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES, GroupHypotheses, GroupTokenReports
 from vllm_trie.engine.stats import GroupCounts
-from vllm_trie.messages import Caller, Resumed
+from vllm_trie.messages import Caller, DecidedMessage, Resumed
 from vllm_trie.options import BeamParams
 from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchPhase, SearchRules
@@ -95,24 +95,18 @@ class GroupPlan:
 
     def phase(self, length: int, pool: SearchPool) -> SearchPhase:
         """What is particular about the step that makes beams this long."""
-        may_stop = length > self.min_length
+        may_stop, widths, width = length > self.min_length, self.params.beam_widths, self.search.width
+        num_beams = widths[min(length, len(widths)) - 1] if widths else width
         return SearchPhase(
             may_stop,
             # The published code does not look for EOS in the first step.
             looks_for_stops=not (self.params.semantics == "tridecode" and length == 1 and may_stop),
             is_last=length == self.max_length,
-            num_beams=self._num_beams(length),
+            num_beams=num_beams if num_beams < width else None,  # else as many as there are rows
             samples_rows=length <= self.params.sample_first,
             done=pool.done,
             eos_score_factor=None if self.uncounted_eos is None else self._eos_score_factor(length),
         )
-
-    def _num_beams(self, length: int) -> int | None:
-        """How many beams of `length` tokens may go on, if not as many as there are rows."""
-        if not (widths := self.params.beam_widths):
-            return None
-        num_beams = widths[min(length, len(widths)) - 1]
-        return num_beams if num_beams < self.width else None
 
     def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
@@ -243,7 +237,7 @@ class BeamGroup:
             trie.drop(outdone)
         if len(ended.leaves) and (best := int(self.pool.best(1).leaves[0])) in ended.leaves:
             self.best_end = trie.parent(best)
-        if is_over or self.num_steps_left == 0:
+        if is_over or self.length == self.plan.max_length:
             return True
         beams = SearchCandidates(self._rows(step.parents), step.tokens, step.scores)
         trie.advance(*beams, _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
@@ -251,6 +245,26 @@ class BeamGroup:
         if self.matchers is not None:
             self.matchers.advance(*beams)
         return False
+
+    def count_forward(self, decided: DecidedMessage, num_steps: int, is_prompt: bool, of_all: GroupCounts) -> None:
+        """Add what one forward of the target came to.
+
+        Args:
+            decided: In it.
+            num_steps: So many of its steps, the first ones, were replayed.
+            is_prompt: It led to the first beams.
+            of_all: What all groups took, to which it is added as well.
+        """
+        num_beams, num_accepted = 0, sum(decided.drafted.num_accepted[:num_steps])
+        for step in decided.steps[:num_steps]:
+            num_beams += step.num_beams
+        for counts in (self.counts, of_all):
+            counts.steps += num_steps
+            counts.target_forwards += 1
+            counts.prefill_forwards += is_prompt
+            counts.drafted += decided.drafted.num_drafts
+            counts.accepted += num_accepted
+            counts.beams += num_beams
 
     def _finish(self, step: SearchStepResult) -> EndedSearchHypotheses:
         """Take in the hypotheses that end in one step."""

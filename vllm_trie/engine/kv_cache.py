@@ -76,6 +76,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._managers: tuple[SingleTypeKVCacheManager, ...] = self.coordinator.single_type_managers
+        # By KV cache group, those of which rows hold fewer blocks than they have: of windows and recurrent states.
+        self._skipping = [n for n, m in enumerate(self._managers) if _manager_blocks_skipped(m, self.max_model_len)]
         self.reclaim_interval = 1
         self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
         self.counts = TrieBlockCounts()  # of groups that have ended
@@ -384,25 +386,26 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def _grow(self, request: Request, num_new_tokens: int, group: _GroupKVBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
-        for trie, manager in zip(group.tries, self._managers, strict=True):
+        for number in self._skipping:
+            manager = self._managers[number]
+            num_skipped = _manager_blocks_skipped(manager, num_tokens)
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
-            trie.skip(_manager_blocks_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
+            group.tries[number].skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
         if num_tokens + num_new_tokens <= group.of_tokens.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
-        new_blocks = self._new_blocks([trie.blocks_to_grow() for trie in group.tries])
+        needs = [trie.blocks_to_grow() for trie in group.tries]
+        new_blocks = self._new_blocks(needs) if any(needs) else [[]] * len(needs)
         if new_blocks is None:
             return False
         for trie, blocks in zip(group.tries, new_blocks, strict=True):
             trie.grow(blocks)
-        if any(new_blocks):
+        if any(needs):
             update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
         return True
 
     def _new_blocks(self, needs: Sequence[int]) -> list[list[int]] | None:
         """Blocks for the tries of a group, by KV cache group; None if there are too few."""
-        if not any(needs):
-            return [[] for _ in needs]
         if sum(needs) > self.block_pool.get_num_free_blocks():
             self._reclaim_all()
             if sum(needs) > self.block_pool.get_num_free_blocks():

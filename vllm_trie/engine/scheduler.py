@@ -41,7 +41,7 @@ from vllm_trie.engine.outputs import (
 )
 from vllm_trie.engine.prefix_publishing import GroupPrefixCache
 from vllm_trie.engine.speculation import Growing, SchedulerBudgets
-from vllm_trie.engine.stats import GroupTally, attach_group_stats, count_group_forward
+from vllm_trie.engine.stats import GroupTally, attach_group_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
     DecidedMessage,
@@ -534,7 +534,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         length, was_decoding = group.length, group.length > 0
         num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
-        if decided.drafted.is_forest or group.plan.search.contrasts:
+        if self._budgets is not None and (decided.drafted.is_forest or group.plan.search.contrasts):
             group.forests.drafted_length = length
         if group.traced and decided.drafted.forest:
             group.traced.add_forest(decided.drafted.forest)
@@ -553,7 +553,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             request.num_computed_tokens += len(forks) - 1
         if self._budgets is not None and decided.drafted != NOT_DRAFTED and not over:
             self._budgets.learn(group, decided.drafted, len(forks))
-        count_group_forward((group.counts, self.tally.stats), decided, len(forks), is_prompt=not was_decoding)
+        group.count_forward(decided, len(forks), not was_decoding, self.tally.stats)
         if group.stream is not None and not over and request.request_id not in self._failed:
             self._send_part(request, group)
         if was_decoding and not is_stale and group.best_end.length >= length:

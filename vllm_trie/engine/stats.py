@@ -18,7 +18,6 @@ from typing import Any
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_trie.engine.catalogs import CatalogCounts
-from vllm_trie.messages import DecidedMessage
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trie.blocks import TrieBlockCounts
 
@@ -67,29 +66,6 @@ class GroupCounts:
     def as_dict(self) -> dict[str, Any]:
         """For the request's user."""
         return {**vars(self), "steps_per_forward": self.steps_per_forward, "mean_width": self.mean_width}
-
-
-def count_group_forward(
-    totals: Sequence[GroupCounts], decided: DecidedMessage, num_steps: int, is_prompt: bool
-) -> None:
-    """Add what one target forward came to.
-
-    Args:
-        totals: Of its group, and of all groups.
-        decided: In it.
-        num_steps: So many of its steps, the first ones, were replayed.
-        is_prompt: It led to the group's first beams.
-    """
-    num_beams, num_accepted = 0, sum(decided.drafted.num_accepted[:num_steps])
-    for step in decided.steps[:num_steps]:
-        num_beams += step.num_beams
-    for counts in totals:
-        counts.steps += num_steps
-        counts.target_forwards += 1
-        counts.prefill_forwards += is_prompt
-        counts.drafted += decided.drafted.num_drafts
-        counts.accepted += num_accepted
-        counts.beams += num_beams
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,6 @@ import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.devices import NEVER, filled_for_search, search_numbers
-from vllm_trie.search.step_result import NextSearchBeams
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
@@ -78,11 +77,11 @@ class SearchBeams(NamedTuple):
 
     def after(self, going: NextSearchBeams) -> SearchBeams:
         """What the next beams carry, by slot."""
-        states = dict(going.states or {})
+        states = dict(going.beams.states)
         for key, state in self.states.items():
             if key.source is ConstraintSource.LAST_STEP and key not in states:
                 states[key] = key.advance(_gathered_in_search(state, going.parents), going.tokens)
-        return SearchBeams(going.scores, going.rank_scores, states)
+        return going.beams._replace(states=states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether all constraints allow a token [G, r], and something after it."""
@@ -140,6 +139,14 @@ class SearchBeams(NamedTuple):
         rank_scores = None if self.rank_scores is None else part(self.rank_scores)
         states = {key: part(state) for key, state in self.states.items()}
         return SearchBeams(part(self.scores), rank_scores, states, self.length)
+
+
+class NextSearchBeams(NamedTuple):
+    """The beams that go on, by slot: tensors [G, b]."""
+
+    parents: torch.Tensor  # the slot whose beam this slot continues
+    tokens: torch.Tensor
+    beams: SearchBeams  # what they carry; of the states, those known already
 
 
 def gather_search_states(states: States, parents: torch.Tensor) -> States:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a row, and what may not be taken of it: vLLM's sampling filters, and pruning."""
+"""What may not be taken of a row: vLLM's sampling filters, and pruning."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.devices import NEVER, is_searched_on_host
-from vllm_trie.search.parts import CELLS_NEAR, in_search_parts, search_parts, search_rows_near_at_hand, split_for_search
-from vllm_trie.search.token_tables import search_token_columns
+from vllm_trie.search.parts import in_search_parts, search_parts, split_for_search
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
 SUM_BITS = 61  # of a row's sum, so that nothing overflows
@@ -49,33 +48,6 @@ class SearchPruning(NamedTuple):
 
 
 NO_PRUNING = SearchPruning()
-
-
-def search_log_probabilities(
-    logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
-) -> torch.Tensor:
-    """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
-    if temperature != 1.0:
-        logits = logits.float() / temperature
-    if logits.numel() <= CELLS_NEAR or not is_searched_on_host(logits.device):
-        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    else:
-        logprobs = _search_log_softmax(logits)
-    if masked_token_ids:
-        logprobs.index_fill_(-1, search_token_columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
-    return logprobs
-
-
-def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """In float32, on a host: it converts few rows at a time, which it then has near at hand."""
-    logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
-    for some, of_some in zip(
-        search_rows_near_at_hand(logits.reshape(-1, logits.shape[-1])),
-        search_rows_near_at_hand(logprobs.flatten(0, -2)),
-        strict=True,
-    ):
-        torch.log_softmax(some, dim=-1, dtype=torch.float32, out=of_some)
-    return logprobs
 
 
 def filtered_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None) -> torch.Tensor:

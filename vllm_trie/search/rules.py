@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from vllm_trie.search.devices import NEVER, search_numbers
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters, SearchPruning
 from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, pick_search_candidates
 from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult
+from vllm_trie.search.token_tables import CPU
 
 Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn
 
@@ -110,12 +112,7 @@ class SearchStrategy:
         raise NotImplementedError
 
 
-class SearchRules(NamedTuple):
-    """How the worker selects: in any step as a request asks for it, and `in_phase` in one.
-
-    Groups with equal rules are selected together.
-    """
-
+class _SearchRules(NamedTuple):
     width: int
     strategy: SearchStrategy
     stops: StopConstraints = StopConstraints()
@@ -127,6 +124,13 @@ class SearchRules(NamedTuple):
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
     num_ending: int | None = None  # continuations of a group among which some finish; None: as many as go on
+
+
+class SearchRules(_SearchRules):
+    """How the worker selects: in any step as a request asks for it, and `in_phase` in one.
+
+    Groups with equal rules are selected together.
+    """
 
     def in_phase(self, phase: SearchPhase) -> SearchRules:
         """The same in steps of one phase."""
@@ -148,31 +152,53 @@ class SearchRules(NamedTuple):
         num_tops = vocab_size if num_tops < 0 else min(num_tops, vocab_size)
         return SearchResultLayout(num_beams, num_finished, (num_reporting, num_tops), has_ranks)
 
-    @property
+    @cached_property
     def items(self) -> ItemConstraint | None:
         """How rows go along a catalog, if they do."""
         return next((key for key in self.constraints if isinstance(key, ItemConstraint)), None)
 
-    @property
+    @cached_property
     def are_sparse(self) -> bool:
         """Whether a constraint lists what rows may take: then what finishes and what goes on are ranked apart."""
         return any(key.is_sparse for key in self.constraints)
 
-    @property
+    @cached_property
     def contrasts(self) -> bool:
         """Whether hypotheses also compete by what the draft model says."""
         return any(key.source is ConstraintSource.AMATEUR for key in self.constraints)
 
-    @property
+    @cached_property
+    def leave_out(self) -> bool:
+        """Whether filters or pruning may leave out some of what rows could take."""
+        return self.pruning != NO_PRUNING or self.filters != SearchFilters(self.filters.temperature)
+
+    @cached_property
     def may_rise(self) -> bool:
         """Whether constraints may add to what hypotheses compete by."""
         return any(constraint.most_boost for constraint in self.constraints)
 
-    @property
+    @cached_property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than whatever lives on have no say."""
         is_bounded = self.num_ending is None and not self.may_rise  # nothing worse than what lives on may finish
         return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and is_bounded
+
+
+def search_candidates_stopping(
+    rules: SearchRules,
+    candidates: SearchCandidates[torch.Tensor],
+    completes: StopStringConstraint | None,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Which candidates [G, K] end in a stop token or complete a stop string."""
+    stops, tokens = rules.stops, candidates.tokens
+    if completes is not None and not stops.are_barred:
+        return completes.end(candidates, stops.classes(vocab_size, CPU).numpy().view(bool))
+    if len(stops.ending_token_ids) == 1:
+        return tokens == stops.ending_token_ids[0]
+    if not stops.ending_token_ids:
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    return stops.classes(vocab_size, tokens.device).view(torch.bool).take(tokens)
 
 
 def search_candidates_alive(candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
-from vllm_trie.search.filters import NO_PRUNING, SearchFilters, search_log_probabilities
-from vllm_trie.search.parts import in_search_parts
+from vllm_trie.search.filters import NO_PRUNING, SearchFilters
+from vllm_trie.search.parts import CELLS_NEAR, in_search_parts, search_rows_near_at_hand
 from vllm_trie.search.rank import search_topk
 from vllm_trie.search.rules import SearchDecision, SearchInputs, SearchRules
 from vllm_trie.search.step_result import (
@@ -25,6 +25,7 @@ from vllm_trie.search.step_result import (
     pack_search_step,
 )
 from vllm_trie.search.strategies.best import BestStrategy
+from vllm_trie.search.token_tables import search_token_columns
 
 PLAIN = SearchInputs()
 
@@ -41,10 +42,12 @@ def take_search_step(
         inputs: What else it takes.
     """
     logprobs, beams = _search_row_logprobs(rules, logits, beams)
-    if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
-        return reported_search_step(rules, rules.strategy.choose(rules, logprobs, beams, inputs))
-    choose_by_boosted_strategy = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
-    return reported_search_step(rules, choose_by_boosted_strategy(rules, logprobs, beams, inputs, boosts))
+    if not beams.states or (boosts := beams.boosts(logprobs, rules.is_last)) is None:
+        choice = rules.strategy.choose(rules, logprobs, beams, inputs)
+    else:
+        choose_by_boosted_strategy = search_part_on_demand("strategies.boosted:choose_by_boosted_strategy")
+        choice = choose_by_boosted_strategy(rules, logprobs, beams, inputs, boosts)
+    return choice.step if rules.num_logprobs is None else reported_search_step(rules, choice)
 
 
 def take_packed_search_step(
@@ -116,7 +119,7 @@ def _search_row_logprobs(
 
     A row that may take no token at all, which only controls and grammars can bring about, ends here.
     """
-    masked = beams.mask(logits)
+    masked = beams.mask(logits) if beams.states else logits
     if rules.is_controlled or masked is not logits:
         is_barred = masked.amax(dim=-1) == NEVER
         if not is_searched_on_host(logits.device) or is_barred.any():
@@ -126,7 +129,34 @@ def _search_row_logprobs(
     temperature = rules.filters.temperature if rules.strategy.scales_logits else 1.0
     logprobs = search_log_probabilities(masked, rules.stops.barred_token_ids, temperature)
     del masked  # which may be as large
-    return beams.restrict(logprobs), beams
+    return beams.restrict(logprobs) if beams.states else logprobs, beams
+
+
+def search_log_probabilities(
+    logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    if logits.numel() <= CELLS_NEAR or not is_searched_on_host(logits.device):
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    else:
+        logprobs = _search_log_softmax(logits)
+    if masked_token_ids:
+        logprobs.index_fill_(-1, search_token_columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
+    return logprobs
+
+
+def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """In float32, on a host: it converts few rows at a time, which it then has near at hand."""
+    logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
+    for some, of_some in zip(
+        search_rows_near_at_hand(logits.reshape(-1, logits.shape[-1])),
+        search_rows_near_at_hand(logprobs.flatten(0, -2)),
+        strict=True,
+    ):
+        torch.log_softmax(some, dim=-1, dtype=torch.float32, out=of_some)
+    return logprobs
 
 
 def reported_search_step(rules: SearchRules, choice: SearchDecision) -> SearchStepResult[torch.Tensor]:

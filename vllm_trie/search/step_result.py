@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import STATELESS, NextSearchBeams, SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import Array, SearchCandidates
@@ -38,22 +39,6 @@ class SearchRankScores(NamedTuple, Generic[Array]):
 
     beams: Array
     finished: Array
-
-
-class NextSearchBeams(NamedTuple):
-    """The beams that go on, by slot: tensors [G, b]."""
-
-    parents: torch.Tensor  # the slot whose beam this slot continues
-    tokens: torch.Tensor
-    scores: torch.Tensor  # float32; -inf where there is no beam
-    rank_scores: torch.Tensor | None = None  # float32, what they compete by, if not by `scores`
-    states: Mapping[Constraint, torch.Tensor] | None = None  # those known already
-
-    @classmethod
-    def of(cls, step: SearchStepResult[torch.Tensor]) -> NextSearchBeams:
-        """Those of a step."""
-        ranks = None if step.rank_scores is None else step.rank_scores.beams
-        return cls(step.parents, step.tokens, step.scores, ranks, step.states)
 
 
 class SearchStepResult(NamedTuple, Generic[Array]):
@@ -132,6 +117,12 @@ class PackedSearchStep(NamedTuple):
     layout: SearchResultLayout
 
 
+def next_search_beams(step: SearchStepResult[torch.Tensor]) -> NextSearchBeams:
+    """The beams of a step that go on."""
+    ranks = None if step.rank_scores is None else step.rank_scores.beams
+    return NextSearchBeams(step.parents, step.tokens, SearchBeams(step.scores, ranks, step.states or STATELESS))
+
+
 def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultLayout) -> PackedSearchStep:
     """All of a step as one tensor, to be copied to the host at once; floats keep their bits.
 
@@ -150,7 +141,7 @@ def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultL
     floats += rank_scores or ()
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
     layout = layout if rank_scores is None else replace(layout, has_rank_scores=True)
-    return PackedSearchStep(NextSearchBeams.of(step), words, layout)
+    return PackedSearchStep(next_search_beams(step), words, layout)
 
 
 def filled_up_search_candidates(

@@ -130,9 +130,7 @@ class SearchHypothesisPool(SearchPool):
         self.length_penalty = length_penalty
         self.max_length = max_length
         self._finished = NO_FINISHED
-
-    def __len__(self) -> int:
-        return len(self._finished.leaves)
+        self.is_full = False  # there are `width`
 
     @property
     def worst(self) -> float:
@@ -150,7 +148,7 @@ class SearchHypothesisPool(SearchPool):
             best_running: Cumulative log-probability of the best running beam.
             length: Tokens the running beams have generated.
         """
-        return len(self) == self.width and self.bound(best_running, length) <= self.worst
+        return self.is_full and self.bound(best_running, length) <= self.worst
 
     def bound(self, sum_logprobs: float, length: int) -> float:
         """The most that what descends from a running beam can compete by.
@@ -172,10 +170,10 @@ class SearchHypothesisPool(SearchPool):
 
     def add(self, ended: EndedSearchHypotheses, length: int) -> np.ndarray:
         """Offer hypotheses of equal length. Returns the leaves of what has no place in the pool (any more)."""
-        if not len(ended.leaves):
-            return ended.leaves
         offered = FinishedSearchHypotheses(self.scores(ended.sums, length, ended.last_tokens), ended.leaves)
-        return self._keep_best(FinishedSearchHypotheses.in_order(self._finished, offered))
+        outdone = self._keep_best(FinishedSearchHypotheses.in_order(self._finished, offered))
+        self.is_full = len(self._finished.leaves) == self.width
+        return outdone
 
     def _keep_best(self, hypotheses: FinishedSearchHypotheses) -> np.ndarray:
         """Let the best of all that there are, in order, be the pool. Returns the leaves of the others."""
@@ -183,7 +181,9 @@ class SearchHypothesisPool(SearchPool):
         return hypotheses.leaves[self.width :]
 
     def advance(self, ended: EndedSearchHypotheses, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
-        outdone, best = self.add(ended, length), float(running.max())
+        outdone, best = ended.leaves, float(running.max())
+        if len(outdone):
+            outdone = self.add(ended, length)
         return outdone, best == -np.inf or self.is_done(best, length)
 
     def best(self, count: int) -> FinishedSearchHypotheses:
@@ -210,7 +210,7 @@ class HfSearchPool(SearchHypothesisPool):
         return (sums.astype(np.float32) / np.float32(length**self.length_penalty)).astype(np.float64)
 
     def is_done(self, best_running: float, length: int) -> bool:
-        if len(self) < self.width:
+        if not self.is_full:
             return False
         if self.early_stopping is True:
             return True
@@ -234,7 +234,7 @@ class TridecodeSearchPool(SearchHypothesisPool):
 
     def add(self, ended: EndedSearchHypotheses, length: int) -> np.ndarray:
         outdone = super().add(ended, length)
-        if self._full_at is None and len(self) == self.width:
+        if self._full_at is None and self.is_full:
             self._full_at = length
         return outdone
 

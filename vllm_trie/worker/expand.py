@@ -46,7 +46,7 @@ class PackedStep(NamedTuple):
 class RunnerStepContext:
     """One step of the engine, from `execute_model` to `sample_tokens`: all that one hook leaves to another.
 
-    `decided_at` is the moment in the device's stream at which all is decided.
+    `decided_at` is the event in the device's stream after which all is decided: of a step with groups.
     """
 
     steps: dict[str, GroupStep] = field(default_factory=dict)  # of the groups in it, by id
@@ -59,12 +59,10 @@ class RunnerStepContext:
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, DecidedMessage] = field(default_factory=dict)  # what was decided on the host: of the forests
-    decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
-
-    @property
-    def num_shared(self) -> dict[str, list[int]]:
-        """Of groups that run with all their rows: by KV cache group how many first tokens these share."""
-        return {key: step.num_shared for key, step in self.steps.items() if step.decodes and step.num_shared}
+    decided_at: Any = None
+    # Of groups that run with all their rows: by KV cache group how many first tokens these share.
+    num_shared: dict[str, list[int]] = field(default_factory=dict)
+    gets_blocks: bool = False  # rows of some of these get further blocks
 
     @property
     def decoding(self) -> list[str]:
@@ -113,10 +111,12 @@ def expand(
         copies_rows: Rows of a group that fans out may become copies of the first one (see `new_rows`), unless vLLM
             counts or masks tokens for each.
     """
-    context = RunnerStepContext(group_step_messages(output))
-    steps = context.steps
-    finished = _expand_finished_requests(groups, output.finished_req_ids)
-    preempted = _expand_finished_requests(groups, output.preempted_req_ids or set())
+    steps = group_step_messages(output)
+    context = RunnerStepContext(steps, decided_at=torch.cuda.Event())  # type: ignore[no-untyped-call]
+    finished, preempted = {*output.finished_req_ids}, {*(output.preempted_req_ids or ())}
+    for leaving in (finished, preempted):
+        for group_id in leaving & groups.keys():
+            leaving.update(groups.pop(group_id).row_ids)
     new_requests = []
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
@@ -141,6 +141,9 @@ def expand(
             group.phase, group.rules = step.phase, group.search.in_phase(step.phase)
         if not step.decodes:
             continue
+        context.gets_blocks |= step.rows is not None or step.new_blocks is not None
+        if step.num_shared:
+            context.num_shared[request_id] = step.num_shared
         _, num_computed, num_output = entries[request_id]
         if step.rows is not None:
             del entries[request_id]  # its rows are new requests
@@ -173,14 +176,6 @@ def expand(
         preempted_req_ids=preempted,
     )
     return expanded, context
-
-
-def _expand_finished_requests(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
-    """These requests that leave, and all rows of those that are groups."""
-    leaving = set(request_ids)
-    for group_id in request_ids & groups.keys():
-        leaving.update(groups.pop(group_id).row_ids)
-    return leaving
 
 
 def _expand_first_beams(

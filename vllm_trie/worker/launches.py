@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 
+@cache
 def worker_runs_kernels_on(device: torch.device) -> bool:
     """Whether kernels do the work on this device; elsewhere torch does."""
     return device.type == "cuda"

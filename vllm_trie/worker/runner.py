@@ -211,7 +211,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         super().update_requests(scheduler_output, **kwargs)
-        if self.step.steps:
+        if self.step.gets_blocks:
             self.rows.add_blocks(self.step.steps, self.groups)
         if self.speculator is not None:
             self.speculation.propose(self.step, self.groups, scheduler_output)
@@ -322,7 +322,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, *args: Any, **kwargs: Any) -> Any:
-        if (masks := row_mask_message(grammar_output)) is not None:
+        if grammar_output is not None and (masks := row_mask_message(grammar_output)) is not None:
             bits = uploaded_for_search(masks.bits, self.device)
             self.step.masks = {group_id: bits[place] for group_id, place in masks.places.items()}
         if self.stages is not None and not self.is_last_pp_rank and self.execute_model_state is not None:

@@ -74,7 +74,7 @@ def test_kernels_for_many_beams_select_as_torch(
         taken = decision(both.to(DEVICE), places, places[:, None].clone())
     expected = choose_next_search_beams(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
-    assert torch.equal(taken.going.scores.cpu(), expected.scores)
+    assert torch.equal(taken.going.beams.scores.cpu(), expected.scores)
     assert torch.equal(taken.going.parents.cpu(), expected.parents)
     assert torch.equal(taken.going.tokens.cpu()[has_beam], expected.tokens[has_beam])
 

@@ -25,7 +25,6 @@ from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchRules, SearchStrategy
 from vllm_trie.search.step import take_search_step
 from vllm_trie.search.step_result import (
-    NextSearchBeams,
     PackedSearchStep,
     SearchStepResult,
     SearchTokenLogprobs,
@@ -110,15 +109,16 @@ def check(problem: Problem) -> None:
         assert (own.finished_ranks is None) == (problem.rules.num_ending is None)
         assert np.array_equal(own.finished_ranks, theirs.finished_ranks)
         check_reports(own, theirs, lives)
-    for own, theirs in zip(taken.going[:3], NextSearchBeams.of(same)[:3], strict=True):
+    for own, theirs in zip(taken.going[:2], same[:2], strict=True):
         assert own.dtype == theirs.dtype
+    assert taken.going.beams.scores.dtype == same.scores.dtype
     for key in problem.states:
         lives = same.scores > NEVER
-        assert torch.equal(taken.going.states[key][lives], same.states[key][lives])
+        assert torch.equal(taken.going.beams.states[key][lives], same.states[key][lives])
     places = problem.places.view(problem.shape[:2])
     assert torch.equal(sampled[places, 0], taken.going.tokens[:, : problem.shape[1]])
     assert (sampled[:, 1] == -1).all()
-    torch.testing.assert_close(taken.going.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(taken.going.beams.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
 
 
 def finishing_in_order(step: SearchStepResult, rules: SearchRules) -> SearchStepResult:
@@ -308,7 +308,7 @@ def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another()
         check(problem)
         taken, _ = problem.by_kernels()
     assert taken.going.parents.tolist() == [[0, 1]]
-    assert (taken.going.scores > NEVER).all()
+    assert (taken.going.beams.scores > NEVER).all()
 
 
 ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning of others
@@ -340,7 +340,7 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
     expected = pack_search_step(theirs, layout).words
     assert taken.layout == layout
     lives = theirs.scores > NEVER
-    assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
+    assert torch.equal(taken.going.beams.states[along][lives], theirs.states[along][lives])
     assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.going.tokens)
     found = unpack_search_steps(taken.words.cpu().numpy(), taken.layout)
     for own, other in zip(found, unpack_search_steps(expected.cpu().numpy(), layout), strict=True):
@@ -462,7 +462,7 @@ def test_kernels_renormalise_as_torch_does_of_all_tokens(
     assert torch.equal(taken.going.parents[lives], theirs.parents[lives])
     assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
     assert torch.equal(sampled[problem.places, 0].view(2, 4), taken.going.tokens)
-    torch.testing.assert_close(taken.going.scores, theirs.scores, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(taken.going.beams.scores, theirs.scores, atol=1e-5, rtol=1e-5)
     for own, other in zip(unpack_search_steps(taken.words.cpu().numpy(), taken.layout), range(2), strict=True):
         ended = theirs.finished.scores[other] > NEVER
         assert own.finished.tokens.tolist() == theirs.finished.tokens[other][ended].tolist()
@@ -491,5 +491,5 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         ended = theirs.finished.scores > NEVER
         for field, other in zip(own.finished, theirs.finished, strict=True):
             torch.testing.assert_close(torch.from_numpy(field).to(other), other[ended], atol=1e-5, rtol=0)
-        beams = SearchBeams(taken.going.scores, states={along: taken.going.states[along]})
+        beams = SearchBeams(taken.going.beams.scores, states={along: taken.going.beams.states[along]})
     assert ended.sum() == 2

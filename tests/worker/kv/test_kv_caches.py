@@ -63,7 +63,7 @@ def test_a_part_of_a_block_is_copied(isa: str, dtype: torch.dtype, first: int, e
     keys, values = torch.randn(2, NUM_SLOTS, NUM_HEADS, HEAD_SIZE).to(dtype)
     cache = written(keys, values, isa)
     kv = KVCaches([cache], NUM_BLOCKS, [by_token(cache, isa)])
-    assert kv.tokens_of_block(0) == BLOCK_SIZE
+    assert kv.tokens_of_block[0] == BLOCK_SIZE
     kv.copy_parts(0, np.array([[2, 0]]), np.array([[first, end]]))
     copied = np.arange(first, end)
     found, expected = kv.read_tokens(0, copied), kv.read_tokens(0, 2 * BLOCK_SIZE + copied)

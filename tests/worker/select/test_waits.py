@@ -160,7 +160,7 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     runner: Any = object.__new__(BeamModelRunner)
     for name in ("execute_model", "update_requests"):
         monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: None)
-    drafting = SimpleNamespace(steps={}, speculating=["0"], cannot_draft=False)
+    drafting = SimpleNamespace(steps={}, gets_blocks=False, speculating=["0"], cannot_draft=False)
     runner.speculator, runner.block_tables = None, SimpleNamespace(apply_staged_writes=lambda: None)
     runner.device = NOWHERE
     runner.speculation, runner.groups, runner.step = TreeSpeculation(runner), {}, drafting

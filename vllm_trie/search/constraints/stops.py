@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,16 @@ class StopStringConstraint:
         return both[0], both[1]
 
 
-class StopConstraints(NamedTuple):
+class _StopConstraints(NamedTuple):
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    skips_special_tokens: bool = True
+    spaces_special_tokens: bool = True
+    are_barred: bool = False
+    ignored_token_ids: tuple[int, ...] = ()
+
+
+class StopConstraints(_StopConstraints):
     """What the hypotheses of a search may end with.
 
     Args:
@@ -70,29 +80,27 @@ class StopConstraints(NamedTuple):
         ignored_token_ids: Tokens that end nothing, and that `min_tokens` bars, too, as vLLM does: an ignored EOS.
     """
 
-    token_ids: tuple[int, ...] = ()
-    strings: tuple[str, ...] = ()
-    skips_special_tokens: bool = True
-    spaces_special_tokens: bool = True
-    are_barred: bool = False
-    ignored_token_ids: tuple[int, ...] = ()
-
-    @property
+    @cached_property
     def barred_token_ids(self) -> tuple[int, ...]:
         """What nothing may continue with."""
         if not self.are_barred:
             return ()
         return self.token_ids + self.ignored_token_ids if self.ignored_token_ids else self.token_ids
 
-    @property
+    @cached_property
     def ending_token_ids(self) -> tuple[int, ...]:
         """What ends a hypothesis in this step."""
         return () if self.are_barred else self.token_ids
 
-    @property
+    @cached_property
     def last_token_ids(self) -> tuple[int, ...]:
         """What no beam goes on after: it ends there, or may not take it."""
         return self.barred_token_ids if self.are_barred else self.token_ids
+
+    @cached_property
+    def may_complete(self) -> bool:
+        """Whether stop strings end hypotheses in this step."""
+        return bool(self.strings) and not self.are_barred
 
     def classes(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Not to be written to."""
@@ -106,19 +114,6 @@ class StopConstraints(NamedTuple):
         """[V] float32: 0 for tokens that end a hypothesis in this step, or for those that do not; -inf for others."""
         are_wanted = (self.classes(vocab_size, device) == ENDS) == ends
         return torch.where(are_wanted, 0.0, NEVER)
-
-    def end(
-        self, candidates: SearchCandidates[torch.Tensor], completes: StopStringConstraint | None, vocab_size: int
-    ) -> torch.Tensor:
-        """Which candidates [G, K] end in a stop token or complete a stop string."""
-        tokens, ending = candidates.tokens, self.ending_token_ids
-        if completes is not None and not self.are_barred:
-            return completes.end(candidates, self.classes(vocab_size, CPU).numpy().view(bool))
-        if len(ending) == 1:
-            return tokens == ending[0]
-        if not ending:
-            return torch.zeros_like(tokens, dtype=torch.bool)
-        return self.classes(vocab_size, tokens.device).view(torch.bool).take(tokens)
 
     def lead_nowhere(self, tokens: np.ndarray) -> np.ndarray:
         """Which tokens, on the host and of any shape, no beam goes on after."""

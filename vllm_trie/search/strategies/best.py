@@ -28,6 +28,7 @@ from vllm_trie.search.rules import (
     search_candidates_alive,
     search_candidates_ended,
     search_candidates_going_on,
+    search_candidates_stopping,
     search_continuations_by_row,
 )
 from vllm_trie.search.step_result import SearchStepResult
@@ -61,34 +62,31 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         stops, width = rules.stops, rules.width
         num_going, num_stops = rules.num_beams or width, len(stops.ending_token_ids)
-        may_complete = bool(stops.strings) and not stops.are_barred
         if self.semantics == "hf" or rules.are_sparse:
             return SearchSizes(width, rules.num_ending or num_going, num_rows)
         if self.semantics == "tridecode":
             return SearchSizes(width, num_going + width, num_rows)
-        num_stopping = num_rows * 2 * width if may_complete else min(width, num_rows * num_stops)
+        num_stopping = num_rows * 2 * width if stops.may_complete else min(width, num_rows * num_stops)
         return SearchSizes(width, num_stopping + (num_going if rules.is_last else 0), num_rows)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
         """See `SearchStrategy`."""
-        if (sparse := beams.sparse) is not None:
+        if beams.states and (sparse := beams.sparse) is not None:
             best_strategy_continuations = search_part_on_demand(
                 "strategies.best_continuations:best_strategy_continuations"
             )
             return best_strategy_continuations(rules, logprobs, beams, inputs, sparse)
         scores, completes, width = beams.scores, inputs.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
-        num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
+        num_stops, count, allowed = len(rules.stops.ending_token_ids), width + rules.width, logprobs
         while True:
-            of_row = max(count + num_stops, 2 * rules.width)
-            allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
-            if rules.pruning != NO_PRUNING:
-                prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
-                allowed = prune(allowed, scores, rules.pruning)
+            if beams.states or rules.leave_out or inputs.boosts is not None:
+                of_row = max(count + num_stops, 2 * rules.width)
+                allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
             candidates = self._ranked(rules, allowed, scores, count)
-            stops = rules.stops.end(candidates, completes, vocab_size)
+            stops = search_candidates_stopping(rules, candidates, completes, vocab_size)
             if completes is None or count >= num_rows * vocab_size or completes.num_going_on >= width:
                 break
             count *= 2  # too many complete a stop string, too few would go on
@@ -101,7 +99,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
             )
             if self.eos_score_factor is not None:
                 candidates = self._ranked_with_factor(rules, allowed, scores, candidates)
-                stops = rules.stops.end(candidates, completes, vocab_size)
+                stops = search_candidates_stopping(rules, candidates, completes, vocab_size)
             if rules.is_last:
                 lives = search_candidates_alive(candidates, stops)
                 at_last = search_candidates_ended(rules, candidates, stops, lives)
@@ -172,7 +170,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
 def _allowed_by_strategy(
     rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, count: int
 ) -> torch.Tensor:
-    """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
+    """[G, r, V] log-probabilities with boosts, -inf for what constraints, filters and pruning leave out.
 
     Args:
         count: Of a row, that may matter.
@@ -180,14 +178,16 @@ def _allowed_by_strategy(
     Returns:
         A new tensor, or `logprobs` itself if there is nothing of all that.
     """
-    boosts = inputs.boosts
-    if boosts is None and not beams.are_narrowed and not rules.filters.leave_out(logprobs.shape[-1]):
-        return logprobs
-    boosts = boosts if boosts is None else boosts.expand_as(logprobs)
+    allowed, boosts = logprobs, inputs.boosts
 
     def of_rows(logprobs: torch.Tensor, beams: SearchBeams, boosts: torch.Tensor | None = None) -> tuple[torch.Tensor]:
         allowed = filtered_search_logprobs(beams.narrow(logprobs), rules.filters, count if boosts is None else None)
         return (allowed if boosts is None else allowed + boosts,)
 
-    (allowed,) = in_search_parts(logprobs.shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
-    return allowed
+    if boosts is not None or beams.are_narrowed or rules.filters.leave_out(logprobs.shape[-1]):
+        of_parts = logprobs, beams, *([] if boosts is None else [boosts.expand_as(logprobs)])
+        (allowed,) = in_search_parts(logprobs.shape, of_rows, *of_parts)
+    if rules.pruning == NO_PRUNING:
+        return allowed
+    prune = pruned_search_logprobs if allowed is logprobs else prune_search_logprobs
+    return prune(allowed, beams.scores, rules.pruning)

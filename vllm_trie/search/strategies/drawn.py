@@ -22,6 +22,7 @@ from vllm_trie.search.rules import (
     SearchStrategy,
     search_candidates_alive,
     search_candidates_ended,
+    search_candidates_stopping,
 )
 from vllm_trie.search.sampling import draw_search_continuations, joint_search_probabilities, search_generator
 from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs
@@ -61,7 +62,7 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
         rngs = [search_generator(*draw) for draw in inputs.draws]
         drawn = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
         found = _sampled_strategy_continuations(logprobs, beams.scores, *drawn)
-        stops = rules.stops.end(found, inputs.completes, logprobs.shape[-1])
+        stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
         by_slot = inputs.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
         return SearchDecision(
             self.going_on(SearchStepResult(*by_slot, search_candidates_ended(rules, found, stops))), logprobs
@@ -89,7 +90,7 @@ def take_strategy_cells(
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
     is_possible = search_numbers(rules.width, cells.device) < num_drawn
     found = _sampled_strategy_continuations(logprobs[None], scores[None], cells, is_possible)
-    stops = rules.stops.end(found, inputs.completes, logprobs.shape[-1])
+    stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
     chosen = choose_search_slots(found.parents, search_candidates_alive(found, stops), rules.width)
     step = SearchStepResult(*in_search_slots(found, chosen, len(scores)), search_candidates_ended(rules, found, stops))
     takes = chosen[0, :, None] == search_numbers(num_drawn, cells.device)  # [b, K]

@@ -10,7 +10,7 @@ import torch
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import SearchCandidates, SearchRankingLimits, rank_search_candidates, search_topk
-from vllm_trie.search.rules import SearchRules, search_continuations_by_row
+from vllm_trie.search.rules import SearchRules, search_candidates_stopping, search_continuations_by_row
 
 
 def own_strategy_stops(
@@ -24,7 +24,9 @@ def own_strategy_stops(
     if completes is not None:
         own_best, tokens = search_topk(allowed, min(2 * rules.width, vocab_size))
         own = search_continuations_by_row(tokens, own_best + scores[..., None])
-        return own._replace(scores=own.scores.where(rules.stops.end(own, completes, vocab_size), NEVER))
+        return own._replace(
+            scores=own.scores.where(search_candidates_stopping(rules, own, completes, vocab_size), NEVER)
+        )
     if num_rows * len(rules.stops.ending_token_ids) > rules.width:
         among = SearchRankingLimits(
             rules.stops.biases(vocab_size, allowed.device, ends=True), _least_of_strategy_best(rules, allowed)

@@ -16,6 +16,7 @@ from vllm_trie.search.rules import (
     SearchRules,
     SearchStrategy,
     search_candidates_ended,
+    search_candidates_stopping,
     search_continuations_by_row,
 )
 from vllm_trie.search.sampling import draw_search_tokens, search_uniforms
@@ -40,6 +41,6 @@ class RowSamplingStrategy(SearchStrategy):
             allowed, uploaded_for_search(chances, logprobs.device).view(num_groups, num_rows, -1)
         )
         drawn = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
-        stops = rules.stops.end(drawn, inputs.completes, vocab_size)
+        stops = search_candidates_stopping(rules, drawn, inputs.completes, vocab_size)
         alone = drawn._replace(scores=drawn.scores.masked_fill(stops, NEVER))
         return SearchDecision(SearchStepResult(*alone, search_candidates_ended(rules, drawn, stops)), logprobs)

@@ -19,6 +19,7 @@ from vllm_trie.search.rules import (
     SearchStrategy,
     search_candidates_alive,
     search_candidates_ended,
+    search_candidates_stopping,
 )
 from vllm_trie.search.sampling import search_generator
 from vllm_trie.search.step_result import SearchRankScores, SearchStepResult
@@ -51,7 +52,7 @@ class StochasticStrategy(SearchStrategy):
         cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
         noisy = noisy.float()
         drawn = SearchCandidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
-        stops = rules.stops.end(drawn, inputs.completes, vocab_size)
+        stops = search_candidates_stopping(rules, drawn, inputs.completes, vocab_size)
         into_slots = search_candidates_alive(drawn, stops), rules.width, scores.shape[1]
         noise = inputs.select_next(drawn._replace(scores=noisy), *into_slots).scores
         by_slot, ranks = inputs.select_next(drawn, *into_slots), SearchRankScores(noise, noisy)

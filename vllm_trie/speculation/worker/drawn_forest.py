@@ -17,7 +17,7 @@ from vllm_trie.search.devices import NEVER, uploaded_for_search
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.sampling import search_generator
 from vllm_trie.search.step import joint_search_distribution, reported_search_step
-from vllm_trie.search.step_result import NextSearchBeams, SearchStepResult, pack_search_step, unpack_search_steps
+from vllm_trie.search.step_result import SearchStepResult, next_search_beams, pack_search_step, unpack_search_steps
 from vllm_trie.search.strategies.drawn import JointSamplingStrategy, take_strategy_cells
 from vllm_trie.speculation.search.forest import affordable_forest_layers
 from vllm_trie.speculation.search.rejection import (
@@ -153,5 +153,5 @@ class DrawnForestStep(ForestStep):
             beams[: len(steps)],
             accepted,
             newest_tokens,
-            before.after(NextSearchBeams.of(kept)),
+            before.after(next_search_beams(kept)),
         )

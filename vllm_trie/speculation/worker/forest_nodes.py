@@ -67,8 +67,10 @@ class VerifiedForestNodes:
             root, *drafts = self.forest.path(nodes()[beam])
             return root, [self.forest.tokens[node] for node in drafts]
 
-        num_tokens = np.array([self.forest_step.start + 1])
-        completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
+        completes = None
+        if rules.stops.may_complete:
+            num_tokens = np.array([self.forest_step.start + 1])
+            completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
         into_slots = (
             slots_kernel.launch_select_next
             if launches.worker_runs_kernels_on(self.values.device)

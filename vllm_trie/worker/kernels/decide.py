@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.search.beams import STATELESS, NextSearchBeams, SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import PackedSearchStep, SearchResultLayout
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.kernels import SLOTS
 from vllm_trie.worker.kernels.closed_nodes import NO_ITEM_ENDS, PART_BITS, kinds_in_kernel, read_states_in_kernel
@@ -126,8 +127,9 @@ class KernelDecision:
             keys, *of_keys, *self._how, room, *nodes, targets, parents, tokens, next_scores, words, *self._of_words,
             places, sampled, sampled.stride(0), **self._sizes, num_warps=self._num_warps,
         )  # fmt: skip
-        states = None if along is None or targets is None else {along: targets}
-        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores, states=states), words, self._layout)
+        states = STATELESS if along is None or targets is None else {along: targets}
+        after = SearchBeams(next_scores, states=states)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, after), words, self._layout)
 
 
 def launch_find_first_children(keys: torch.Tensor, num_places: int, width: int, most: int) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.beams import NextSearchBeams, SearchBeams
 from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import NO_PRUNING
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep
+from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import SLOTS, KernelStepSizes, KernelVariants, TakeStep
 from vllm_trie.worker.kernels.decide import (
@@ -61,7 +61,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
         isinstance(rules.strategy, DiverseGroupsStrategy)
         and (rules.pruning, rules.constraints, rules.num_logprobs) == (NO_PRUNING, (), None)
         and can_filter_in_kernels(rules.filters)
-        and (not rules.stops.strings or rules.stops.are_barred)
+        and not rules.stops.may_complete
         and rules.width <= SLOTS[-1]
         and sizes.vocab_size <= MOST_TILES * TILE
     )
@@ -106,7 +106,7 @@ class KernelStepInGroups(TakeStep):
             self._is_last, room, parents, tokens, next_scores, taken, words, *self._of_words, places, sampled,
             sampled.stride(0), **self._sizes, num_warps=self._num_warps, enable_fp_fusion=False,
         )  # fmt: skip
-        return PackedSearchStep(NextSearchBeams(parents, tokens, next_scores), words, self._layout)
+        return PackedSearchStep(NextSearchBeams(parents, tokens, SearchBeams(next_scores)), words, self._layout)
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
         rules.strategy in SEMANTICS
         and rules.pruning == NO_PRUNING
         and can_filter_in_kernels(rules.filters)
-        and (not stops.strings or stops.are_barred)
+        and not stops.may_complete
         and (rules.num_logprobs is None or can_report_by_kernels(rules.num_logprobs, vocab_size))
     ):
         return False

@@ -79,7 +79,7 @@ def _launch_kv_blocks(ordered: np.ndarray, num_alone: int, segments: KVSegments)
 def _kv_token_moves(kv: KVCaches, number: int, from_to: np.ndarray) -> np.ndarray:
     """[tokens, 6] int64: segments from the first to the last but one; blocks and places in them."""
     segments = np.broadcast_to(kv.token_segments.starts[number : number + 2], (from_to.shape[1], 2))
-    (source, at), (destination, to) = (divmod(slots, kv.tokens_of_block(number)) for slots in from_to)
+    (source, at), (destination, to) = (divmod(slots, kv.tokens_of_block[number]) for slots in from_to)
     return np.column_stack([segments, source, at, destination, to]).astype(np.int64)
 
 

@@ -120,6 +120,8 @@ class KVCaches:
         self._is_on_host = is_searched_on_host(self.device)
         self._indexable_blocks: list[Any] = [blocks.numpy() if self._is_on_host else blocks for blocks in self._blocks]
         self._layers = [[_KVLayer.of(layer, self._is_on_host) for layer in of_group] for of_group in self._tokens]
+        # By KV cache group, tokens of a block; 0 where it is not known how they lie there.
+        self.tokens_of_block = [math.prod(of_group[0].places) if of_group else 0 for of_group in self._tokens]
         self.block_sizes = np.array([table.block_size for table in tables])
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
@@ -162,10 +164,6 @@ class KVCaches:
                 ]
             for which_places, at in split[layer.places]:
                 copy_kv_entries(layer.part(which_places), *at)
-
-    def tokens_of_block(self, number: int) -> int:
-        """How many the blocks of a KV cache group hold; 0 where it is not known how they lie there."""
-        return math.prod(self._tokens[number][0].places) if self._tokens[number] else 0
 
     def read_tokens(self, number: int, slots: np.ndarray) -> list[Any]:
         """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""

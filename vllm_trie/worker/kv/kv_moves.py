@@ -170,7 +170,7 @@ def kv_moves_of_tails(rows: np.ndarray, kv: KVCaches) -> KVMoves:
         slots, sources, num_common, num_tokens = rows[:, rows[3] % block_size > 0]
         columns, blocks = num_tokens // block_size, table.cpu().numpy()
         pairs = np.array([blocks[sources, columns], blocks[slots, columns]], np.int64).T
-        if block_size >= LARGE_BLOCK and kv.tokens_of_block(number):
+        if block_size >= LARGE_BLOCK and kv.tokens_of_block[number]:
             tokens = np.array([num_common, num_tokens]) - columns * block_size
             parts.append(KVPart(number, pairs, np.maximum(tokens, 0).T))
         else:

@@ -17,8 +17,8 @@ from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.constraints.constraint import NOTHING, Constraint, ConstraintSource
 from vllm_trie.search.constraints.grammar import unpacked_constraint_mask
 from vllm_trie.search.devices import uploaded_for_search
-from vllm_trie.search.filters import search_log_probabilities
 from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.step import search_log_probabilities
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.rows import GroupRows, Rows, beams_of_rows
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import torch
 
-from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.beams import NextSearchBeams, SearchBeams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import take_packed_search_step
-from vllm_trie.search.step_result import NextSearchBeams, PackedSearchStep, SearchResultLayout
+from vllm_trie.search.step_result import PackedSearchStep, SearchResultLayout
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort

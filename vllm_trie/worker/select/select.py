@@ -158,7 +158,7 @@ class Selector:
                 continue
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
             draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
-            completes = self.completes(rules, groups, num_tokens)
+            completes = self.completes(rules, groups, num_tokens) if rules.stops.may_complete else None
             masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.has_masks else []
             if rules.constraints:
                 of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
@@ -168,7 +168,7 @@ class Selector:
                 beams = beams_of_rows(groups)
             taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
-            after = beams.after(taken.going)
+            after = beams.after(taken.going) if beams.states else taken.going.beams
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
             if cohort.moves:
@@ -250,18 +250,16 @@ class Selector:
         groups: Sequence[GroupRows],
         num_tokens: np.ndarray,
         path: Callable[[int], tuple[int, list[int]]] | None = None,
-    ) -> StopStringConstraint | None:
-        """What finds candidates that complete a stop string; None if none can.
+    ) -> StopStringConstraint:
+        """What finds candidates that complete a stop string.
 
         Args:
-            rules: Theirs.
+            rules: Theirs, by which some may.
             groups: G of them.
             num_tokens: [G], of each row of a group before this step.
             path: Of a beam: its row, and its further tokens; by default beams are rows, and have none.
         """
         stops = rules.stops
-        if not stops.strings or stops.are_barred:
-            return None
         strings = self._stop_strings(stops.strings, stops.skips_special_tokens, stops.spaces_special_tokens)
         ends = dict[
             tuple[int, int], SearchTextEnd

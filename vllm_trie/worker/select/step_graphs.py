@@ -173,7 +173,7 @@ class SelectionGraphs:
     def _may_hold(self, rules: SearchRules) -> bool:
         """The same as far as rules alone say, without a look at all of them: a long key takes long to find."""
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
-        looks_in_text = rules.stops.strings and not rules.stops.are_barred
+        looks_in_text = rules.stops.may_complete
         reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
         is_processed = rules.is_controlled and self._rows.has_processors
         return not (has_long_key or looks_in_text or reports_much or is_processed)
@@ -239,7 +239,8 @@ class SelectionGraphs:
             if moves:
                 fork = KVFork(tables.on_device.rows[:4], going.parents.flatten(), has_tails)
                 self._rows.fork(fork, is_controlled)
-            after = KernelBeams(going.scores.contiguous(), None if along is None else (going.states or {})[along])
+            scores, states = going.beams.scores.contiguous(), None if along is None else going.beams.states[along]
+            after = KernelBeams(scores, states)
             launch_put_down_beams(tables.on_device, after, going.tokens.contiguous(), words, decided)
 
         used = [logits.classes, logits.mixed, *([] if step.level is None else [step.level])]
