@@ -178,7 +178,7 @@ class DeviceStep:
         self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
         if self.device.type == "cuda":
             self.use_graphs(SelectionGraphCapture([]))
-        request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
+        request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt, prompt_embeds=None)
         first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
         steps = {}
         for number, slots in enumerate(self._in_batch[:, self.shape.num_ordinary :]):

@@ -274,7 +274,7 @@ class WeightlessStep:
         self.logits = nowhere(num_rows, vocab_size, dtype=torch.bfloat16)
         self.amateur = Amateur(vocab_size)
         self.groups: dict[str, GroupRows] = {}
-        request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
+        request: Any = SimpleNamespace(prompt_token_ids=PROMPT, prompt_embeds=None)
         for number, own in enumerate(self.slots[:, num_ordinary:]):
             beams = SearchBeams(nowhere(1, width, dtype=torch.float32))
             self.groups[str(number)] = GroupRows(request, rules, [str(slot) for slot in own], beams, nowhere(width))

@@ -49,6 +49,7 @@ class GroupTicketMessage:
     item_set: bytes | None = None  # a catalog of its own
     exclusion: dict[str, Any] | None = None  # the fields of a `SentExclusion`
     padding: int | None = None  # the model's padding token, where it matters
+    suppressed: tuple[list[int], list[int]] | None = None  # tokens that the model suppresses, anywhere and at first
 
     @classmethod
     def of(cls, params: SamplingParams | None) -> GroupTicketMessage | None:

@@ -72,6 +72,19 @@ def model_padding_token(model_config: ModelConfig, generation_config: Mapping[st
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
 
+def model_suppressed_tokens(
+    model_config: ModelConfig, generation_config: Mapping[str, Any]
+) -> tuple[list[int], list[int]] | None:
+    """The tokens that transformers' `generate` suppresses by a generation configuration; None if there are none.
+
+    Returns:
+        Those that it suppresses anywhere, and those that it suppresses as first ones.
+    """
+    names, vocab_size = ("suppress_tokens", "begin_suppress_tokens"), model_config.get_vocab_size()
+    both = [[token for token in generation_config.get(name) or () if 0 <= token < vocab_size] for name in names]
+    return (both[0], both[1]) if any(both) else None
+
+
 def why_model_without_beams(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
     runner = vllm_config.model_config.runner_type

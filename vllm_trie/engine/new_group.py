@@ -77,6 +77,9 @@ def new_group(
     others = list[Constraint]()
     if params.no_repeat_ngram_size:
         others.append(search_part_on_demand("constraints.ngrams:NGramConstraint")(params.no_repeat_ngram_size))
+    if ticket.suppressed is not None:
+        suppression = search_part_on_demand("constraints.suppression:SuppressionConstraint")
+        others.append(suppression(*map(tuple, ticket.suppressed)))
     if params.phrase_boosts:
         others.append(search_part_on_demand("constraints.phrase_boosts:PhraseBoostConstraint").of(params.phrase_boosts))
     if params.contrast is not None:

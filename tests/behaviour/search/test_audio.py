@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 from tests.support.audio import (
+    EOS,
     NUM_AUDIO_TOKENS,
     PROMPT,
     make_whisper,
@@ -35,6 +38,7 @@ pytestmark = pytest.mark.slow
 MAX_TOKENS = 40  # beyond a block of the decoder's
 ENCODER_BLOCKS = -(-NUM_AUDIO_TOKENS // BLOCK_SIZE)
 SUPPRESSED = [51, 91]  # which come up most
+FIRST, OFTEN = 62, [184, 188]  # which come first, and often, of what other seeds make heard
 
 Job = tuple[int, SamplingParams]  # the seed of what is heard
 
@@ -139,6 +143,30 @@ def test_beams_that_hear_a_sound_are_those_of_transformers(engine: Engine, encod
         lengths.update(len(hypothesis.token_ids) for hypothesis in output.outputs)
     assert MAX_TOKENS in lengths
     assert min(lengths) < MAX_TOKENS
+
+
+def test_what_a_generation_configuration_suppresses_no_hypothesis_has(
+    engines: Engines, model: Path, tmp_path: Path
+) -> None:
+    """Unless vLLM's rules are asked for; ordinary requests are vLLM's."""
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "generation_config.json").read_text())
+    config |= {"suppress_tokens": OFTEN, "begin_suppress_tokens": [EOS, FIRST]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    widths, options = (5, 2, 3), {"max_model_len": 128, "max_num_batched_tokens": 256}
+    asked = [(seed, beam_params(width, n=width, max_tokens=MAX_TOKENS)) for seed, width in enumerate(widths)]
+    free = [(0, beam_params(5, n=5, max_tokens=MAX_TOKENS, semantics="vllm"))]
+    free += [(0, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))]
+    *outputs, as_vllm, greedy = run(engines(tmp_path, **options), [*asked, *free])
+    *plain, free_as_vllm, free_greedy = run(engines(model, **options), [*asked, *free])
+    for seed, (width, output) in enumerate(zip(widths, outputs, strict=True)):
+        theirs = transformers_answers(tmp_path, sound(seed), width, MAX_TOKENS)
+        assert agree(engine_answers(output, 1.0), theirs), seed
+        assert not {*OFTEN} & {token for one in output.outputs for token in one.token_ids}
+    for one, other in ((as_vllm, free_as_vllm), (greedy, free_greedy)):
+        assert [hypothesis.token_ids for hypothesis in one.outputs] == [own.token_ids for own in other.outputs]
+    assert {one.token_ids[0] for output in plain for one in output.outputs} & {EOS, FIRST}, "choose another token"
+    assert {*OFTEN} & {token for output in plain for one in output.outputs for token in one.token_ids}
 
 
 def test_first_tokens_and_suppressed_ones_are_those_of_whispers_own_generate(engine: Engine, model: Path) -> None:

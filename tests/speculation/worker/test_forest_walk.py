@@ -62,7 +62,7 @@ class Planted:
             most = MOST_DRAFTS[number % len(MOST_DRAFTS)]
             budget = SpeculationBudget(NUM_LAYERS, most, [[]], [[]], draft_width=2 * rules.width, phases=phases[1:])
             scores, slots = -torch.rand(rules.width, generator=self.random), np.arange(rules.width)
-            request: Any = SimpleNamespace(req_id=str(number), prompt_token_ids=[1])
+            request: Any = SimpleNamespace(req_id=str(number), prompt_token_ids=[1], prompt_embeds=None)
             row_ids = [f"{number}#{row}" for row in slots]
             group = GroupRows(request, rules, row_ids, SearchBeams(scores[None]), torch.zeros(rules.width), slots=slots)
             layer = Layer(slots.tolist(), scores.numpy(), rules.width)

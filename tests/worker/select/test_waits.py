@@ -202,7 +202,7 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     rope_state = SimpleNamespace(max_num_reqs=NUM_SLOTS, num_dims=3, **parts)
     runner.model_state.rope_state = rope_state if has_mrope else None
 
-    request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
+    request: Any = SimpleNamespace(prompt_token_ids=PROMPT, prompt_embeds=None, lora_request=None)
     group = GroupRows(request, RULES["plain"], ["g", "g#1", "g#2"], SearchBeams(nowhere(1, WIDTH)), nowhere(WIDTH))
     step = GroupStep(SearchPhase(), selects=True, decodes=True)
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]

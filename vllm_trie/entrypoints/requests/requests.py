@@ -40,6 +40,7 @@ from vllm_trie.supported_engines import (
     engine_has_logits_processors,
     has_beams,
     model_padding_token,
+    model_suppressed_tokens,
     plugin_config_of,
     why_without_beams,
 )
@@ -308,7 +309,10 @@ def _prepare_request(
     )
     content = None if item_set is None else item_set.to_bytes()
     excluded = None if data.exclusion is None else vars(data.exclusion)
-    ticket = GroupTicketMessage(params.n, eos_token_id, beam.model_dump(), caller, content, excluded, padding)
+    as_transformers = beam.semantics == "hf"
+    suppressed = model_suppressed_tokens(model_config, processor.generation_config_fields) if as_transformers else None
+    of_model = eos_token_id, beam.model_dump(), caller, content, excluded, padding, suppressed
+    ticket = GroupTicketMessage(params.n, *of_model)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1
