@@ -53,6 +53,7 @@ class RunnerStepContext:
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
+    left: list[str] = field(default_factory=list)  # further rows of groups that end, or were preempted
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
     narrow: Collection[str] = ()  # groups of whose rows few logits are computed, see `worker.select.narrow`
@@ -115,8 +116,8 @@ def expand(
     """
     context = RunnerStepContext(group_step_messages(output))
     steps = context.steps
-    finished = _expand_finished_requests(groups, output.finished_req_ids)
-    preempted = _expand_finished_requests(groups, output.preempted_req_ids or set())
+    for group_id in groups.keys() & (output.finished_req_ids | (output.preempted_req_ids or set())):
+        context.left += groups.pop(group_id).row_ids[1:]
     new_requests = []
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
@@ -169,18 +170,8 @@ def expand(
         num_scheduled_tokens=num_scheduled,
         total_num_scheduled_tokens=sum(num_scheduled.values()),
         scheduled_spec_decode_tokens=dict(output.scheduled_spec_decode_tokens),
-        finished_req_ids=finished,
-        preempted_req_ids=preempted,
     )
     return expanded, context
-
-
-def _expand_finished_requests(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
-    """These requests that leave, and all rows of those that are groups."""
-    leaving = set(request_ids)
-    for group_id in request_ids & groups.keys():
-        leaving.update(groups.pop(group_id).row_ids)
-    return leaving
 
 
 def _expand_first_beams(

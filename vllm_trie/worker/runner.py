@@ -10,6 +10,7 @@ host.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     """
 
     hooks = (
-        *("update_pp_decode_requests", "add_requests", "update_requests", "gather_batch_req_state"),
+        *("update_pp_decode_requests", "finish_requests", "add_requests", "update_requests", "gather_batch_req_state"),
         *("prepare_inputs", "prepare_attn", "sample", "sample_tokens"),
     )
 
@@ -196,6 +197,12 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.stages is not None:
             self.stages.continue_histories(self.step)
         super().update_pp_decode_requests(*args, **kwargs)
+
+    def finish_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
+        if self.step.left:  # of which a KV connector knows nothing
+            finished = scheduler_output.finished_req_ids.union(self.step.left)
+            scheduler_output = replace(scheduler_output, finished_req_ids=finished)
+        super().finish_requests(scheduler_output, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
@@ -359,5 +366,5 @@ class BeamRunnerOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """vLLM's own; there is no KV connector in an engine with beam groups."""
+        """vLLM's own."""
         return self._stock.get_kv_connector_output()
