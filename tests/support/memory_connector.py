@@ -6,6 +6,7 @@ the last block too, and one with the parameters that it answers takes it. All ot
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Memory:
     steps_to_save: int = 0  # that blocks are read late, whoever may have them by then
     steps_held_back: int = 0  # in which a request does not learn how much there is of it
     loads_to_fail: int = 0
+    first_to_fail: int = 0  # of the blocks of such a load
     fails_by_blocks: bool = True  # and not by the request
     scheduled: list[dict[str, int]] = field(default_factory=list)  # in each step, as shown
     finished: list[tuple[str, list[int], int]] = field(default_factory=list)  # tokens and number of blocks at their end
@@ -65,7 +67,11 @@ class Load:
     request_id: str
     places: list[tuple[int, Any]]  # blocks, and what each is to hold
     steps_left: int
-    fails: bool = False
+    first_to_fail: float = math.inf  # of the blocks
+
+    @property
+    def fails(self) -> bool:
+        return self.first_to_fail < math.inf
 
 
 @dataclass
@@ -151,7 +157,8 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
         places = [(held[place].block_id, found[place]) for place in range(first, end)]
         fails = MEMORY.loads_to_fail > 0
         MEMORY.loads_to_fail -= fails
-        self.new_loads.append(Load(request.request_id, places, MEMORY.steps_to_load, fails))
+        first_to_fail = MEMORY.first_to_fail if fails else math.inf
+        self.new_loads.append(Load(request.request_id, places, MEMORY.steps_to_load, first_to_fail))
 
     def build_connector_meta(self, scheduler_output: Any) -> MemoryMetadata:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -167,9 +174,10 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
             tokens = tuple(request.all_token_ids)
             ends = range(self.num_saved[request_id] + 1, num_full + 1)
             places = [(self.block_ids[request_id][end - 1], tokens[: end * self.block_size]) for end in ends]
+            places = [(block_id, key) for block_id, key in places if key not in MEMORY.blocks]
             if places:
                 self.new_saves.append(Save(request_id, places, MEMORY.steps_to_save))
-                self.num_saved[request_id] = num_full
+            self.num_saved[request_id] = num_full
         metadata = MemoryMetadata(self.new_loads, self.new_saves, scheduler_output.preempted_req_ids or set())
         self.new_loads, self.new_saves = [], []
         return metadata
@@ -206,13 +214,14 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _load(self, loads: list[Load]) -> None:
         for load in loads:
-            for block_id, content in load.places:
+            for place, (block_id, content) in enumerate(load.places):
+                is_lost = place >= load.first_to_fail
                 for cache, layer in zip(self.caches, content, strict=True):
-                    cache[block_id] = JUNK if load.fails else layer
-                MEMORY.num_loaded += not load.fails
+                    cache[block_id] = JUNK if is_lost else layer
+                MEMORY.num_loaded += not is_lost
+                if is_lost and MEMORY.fails_by_blocks:
+                    self.failed_blocks.add(block_id)
             self.loads.remove(load)
-            if load.fails and MEMORY.fails_by_blocks:
-                self.failed_blocks |= {block_id for block_id, _ in load.places}
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         assert self.has_connector_metadata()

@@ -241,9 +241,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             has_room = self._grow(request, num_new_tokens, group) if group.tries else self._fan_out(request, group)
             return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling]
-            if group is not None:
-                about_to_fan_out.append(group)
+            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling or g is group]
             reserved = sum(map(self._blocks_to_fan_out, about_to_fan_out))
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)

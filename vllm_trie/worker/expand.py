@@ -68,6 +68,11 @@ class RunnerStepContext:
         return {key: step.num_shared for key, step in self.steps.items() if step.decodes and step.num_shared}
 
     @property
+    def copies_tails(self) -> bool:
+        """Whether blocks are copied before the forward pass, for groups that fan out."""
+        return any(step.rows is not None for step in self.steps.values())
+
+    @property
     def decoding(self) -> list[str]:
         """Groups that run with all their rows."""
         return [group_id for group_id, step in self.steps.items() if step.decodes]

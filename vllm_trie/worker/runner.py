@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -199,6 +200,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         super().update_pp_decode_requests(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
+        if scheduler_output.kv_connector_metadata is not None and self.step.copies_tails:
+            # vLLM calls it right before the forward pass, when rows that fan out have been written.
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         if self.step.left:  # of which a KV connector knows nothing
             finished = scheduler_output.finished_req_ids.union(self.step.left)
             scheduler_output = replace(scheduler_output, finished_req_ids=finished)

@@ -1,4 +1,4 @@
-"""Prompts of searches come and go through a KV connector, however slow it is, and whatever fails; answers are the same."""
+"""Prompts of searches come and go through a KV connector. However slow it is, and whatever fails, answers are equal."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def start(engines: Engines, random_model: Callable[[str], Path]) -> Callable[...
     return start
 
 
-@pytest.fixture
-def expected(engines: Engines, random_model: Callable[[str], Path]) -> list[Any]:
+@pytest.fixture(scope="module")
+def expected(_engines: Engines, random_model: Callable[[str], Path]) -> list[Any]:
     """What an engine without a connector answers."""
-    return run(engines(random_model("gqa")), JOBS)
+    return run(_engines(random_model("gqa")), JOBS)
 
 
 def settle(engine: Engine) -> None:
@@ -98,33 +98,46 @@ def test_loaded_prompts_lead_to_the_same_answers(
     assert count_ties(found, expected) == 0
     # A step computes one token at least.
     assert [output.num_cached_tokens for output in found] == ([96, 63, 64] if steps else [96, 32, 64])
-    num_loaded = MEMORY.num_loaded
-    assert num_loaded == (7 if steps else 6)
+    assert MEMORY.num_loaded == (7 if steps else 6)
+    MEMORY.num_loaded = 0
     assert count_ties(run(loading, JOBS), expected) == 0
-    assert (MEMORY.num_loaded == num_loaded) is caching
+    if caching:  # of a prompt that fills its blocks vLLM caches all but the last one
+        assert MEMORY.num_loaded == (1 if steps else 0)
+    else:
+        assert MEMORY.num_loaded == (7 if steps else 6)
 
 
 def test_what_is_loaded_is_what_is_read(start: Callable[..., Engine], expected: list[Any]) -> None:
     saved_by(start)
     for content in MEMORY.blocks.values():
-        for layer in content:
-            layer.zero_()
+        content[:] = [layer.clone().zero_() for layer in content]
     found = run(start(), JOBS)
     for output, other in zip(found, expected, strict=True):
         assert [o.token_ids for o in output.outputs] != [o.token_ids for o in other.outputs]
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize(("steps", "by_blocks"), [(0, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("steps", "by_blocks", "first", "asked", "loaded"),
+    [(0, True, 0, 4, 0), (0, True, 1, 3, 2), (3, True, 0, 4, 5), (3, True, 1, 2, 2), (3, False, 0, 4, 5)],
+)
 def test_a_search_whose_load_fails_computes_its_prompt(
-    start: Callable[..., Engine], expected: list[Any], steps: int, by_blocks: bool, is_async: bool
+    start: Callable[..., Engine],
+    expected: list[Any],
+    steps: int,
+    by_blocks: bool,
+    first: int,
+    asked: int,
+    loaded: int,
+    is_async: bool,
 ) -> None:
+    """If all of an asynchronous load has failed, vLLM asks and loads again."""
     saved_by(start)
     MEMORY.steps_to_load, MEMORY.loads_to_fail, MEMORY.fails_by_blocks = steps, 2, by_blocks
+    MEMORY.first_to_fail, MEMORY.num_asked = first, 0
     engine = start(async_scheduling=is_async, enable_prefix_caching=True)
     assert count_ties(run(engine, SEARCHES), expected[:2]) == 0
-    assert MEMORY.loads_to_fail == 0
-    assert MEMORY.num_loaded == 0, "it asked again"
+    assert (MEMORY.loads_to_fail, MEMORY.num_asked, MEMORY.num_loaded) == (0, asked, loaded)
     assert count_ties(run(engine, SEARCHES), expected[:2]) == 0, "what was not loaded is cached"
 
 
@@ -242,7 +255,7 @@ def test_statistics_of_the_connector_and_of_searches_reach_the_front_end(
     assert seen
     assert all(stats == {"steps": 1} for stats in seen)
     counts = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
-    assert counts["vllm:trie_beam_steps"] >= 60
+    assert counts["vllm:trie_beam_steps"] > 40
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -250,9 +263,11 @@ def test_statistics_of_the_connector_and_of_searches_reach_the_front_end(
 def test_layers_with_windows_load_and_save(
     start: Callable[..., Engine], engines: Engines, random_model: Callable[[str], Path], steps: int, is_async: bool
 ) -> None:
-    expected = run(engines(random_model("window")), JOBS)
+    expected = run(engines(random_model("mistral")), JOBS)
     MEMORY.steps_to_save = MEMORY.steps_to_load = steps
-    options = {"model": "window", "async_scheduling": is_async, "disable_hybrid_kv_cache_manager": True}
+    options = {"model": "mistral", "async_scheduling": is_async, "disable_hybrid_kv_cache_manager": True}
     saved_by(start, **options)
-    assert count_ties(run(start(**options), JOBS), expected) == 0
+    loading = start(**options)
+    assert count_ties(run(loading, JOBS), expected) == 0
     assert MEMORY.num_loaded > 0
+    settle(loading)
