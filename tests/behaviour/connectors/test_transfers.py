@@ -258,6 +258,28 @@ def test_statistics_of_the_connector_and_of_searches_reach_the_front_end(
     assert counts["vllm:trie_beam_steps"] > 40
 
 
+@pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_searches_that_speculate_load_and_save(
+    start: Callable[..., Engine],
+    expected: list[Any],
+    random_pair: Callable[[str, float], tuple[Path, Path]],
+    steps: int,
+    drafts: str,
+) -> None:
+    by_lookup = {"method": "ngram", "prompt_lookup_max": 2}
+    by_model = {"method": "draft_model", "model": str(random_pair("gqa", 0.02)[1])}
+    speculative = {"num_speculative_tokens": 3, **(by_lookup if drafts == "ngram" else by_model)}
+    MEMORY.steps_to_save = MEMORY.steps_to_load = steps
+    saved_by(start, speculative_config=speculative)
+    loading = start(speculative_config=speculative)
+    assert count_ties(run(loading, JOBS), expected) == 0
+    assert MEMORY.num_loaded >= 6
+    settle(loading)
+    assert count_ties(run(loading, JOBS), expected) == 0
+    settle(loading)
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_layers_with_windows_load_and_save(
