@@ -31,7 +31,7 @@ def memory() -> Iterator[None]:
     forget_memory()
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("prefills", ["without beams", "with beams", "by searches"])
 def test_a_prompt_that_another_engine_has_computed_leads_to_the_same_answer(
     engines: Engines, random_model: Callable[[str], Path], prefills: str, is_async: bool

@@ -26,7 +26,7 @@ def worker_of(engine: Engine):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_beams_overwrite_no_block_before_it_is_saved(
     engines: Engines, random_model: Callable[[str], Path], is_async: bool, caching: bool
 ) -> None:

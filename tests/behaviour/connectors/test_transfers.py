@@ -24,6 +24,7 @@ JOBS = [
     (prompt_of(70, 3), SamplingParams(temperature=0, max_tokens=20)),
 ]
 SEARCHES = JOBS[:2]
+EITHER = [True, pytest.param(False, marks=pytest.mark.nightly)]  # way of scheduling
 BLOCKS = {tuple(prompt[:end]) for prompt, _ in SEARCHES for end in range(32, len(prompt) + 1, 32)}
 
 
@@ -86,7 +87,7 @@ def test_prompts_are_saved_and_nothing_of_beams(
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", EITHER)
 @pytest.mark.parametrize("steps", [0, 4])
 def test_loaded_prompts_lead_to_the_same_answers(
     start: Callable[..., Engine], expected: list[Any], steps: int, is_async: bool, caching: bool
@@ -116,7 +117,7 @@ def test_what_is_loaded_is_what_is_read(start: Callable[..., Engine], expected: 
         assert [o.token_ids for o in output.outputs] != [o.token_ids for o in other.outputs]
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", EITHER)
 @pytest.mark.parametrize(
     ("steps", "by_blocks", "first", "asked", "loaded"),
     [(0, True, 0, 4, 0), (0, True, 1, 3, 2), (3, True, 0, 4, 5), (3, True, 1, 2, 2), (3, False, 0, 4, 5)],
@@ -141,9 +142,9 @@ def test_a_search_whose_load_fails_computes_its_prompt(
     assert count_ties(run(engine, SEARCHES), expected[:2]) == 0, "what was not loaded is cached"
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", EITHER)
 @pytest.mark.parametrize(("steps", "by_blocks"), [(0, True), (3, True), (3, False)])
-@pytest.mark.parametrize("n", [1, 6])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.nightly), 6])
 def test_a_search_whose_load_fails_ends_and_says_why_if_that_is_the_policy(
     start: Callable[..., Engine], expected: list[Any], steps: int, by_blocks: bool, is_async: bool, n: int
 ) -> None:
@@ -168,8 +169,8 @@ def test_a_search_that_the_connector_holds_back_waits_alone(start: Callable[...,
     assert MEMORY.num_asked == 6
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("step", [1, 2, 4, 6])
+@pytest.mark.parametrize("is_async", EITHER)
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 2, 4, 6])
 def test_a_search_that_is_aborted_while_it_loads_leaves_nothing(
     start: Callable[..., Engine], expected: list[Any], monkeypatch: pytest.MonkeyPatch, step: int, is_async: bool
 ) -> None:
@@ -185,7 +186,7 @@ def test_a_search_that_is_aborted_while_it_loads_leaves_nothing(
     assert count_ties(run(engine, JOBS), expected) == 0
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", EITHER)
 def test_searches_preempted_while_another_loads_go_on(
     start: Callable[..., Engine], expected: list[Any], is_async: bool
 ) -> None:
@@ -280,7 +281,7 @@ def test_searches_that_speculate_load_and_save(
     settle(loading)
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", EITHER)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_layers_with_windows_load_and_save(
     start: Callable[..., Engine], engines: Engines, random_model: Callable[[str], Path], steps: int, is_async: bool
