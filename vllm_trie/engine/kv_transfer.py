@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.prefix_publishing import GroupPrefixCache
+from vllm_trie.messages import FORK
 
 
 class GroupKVTransfers(Scheduler):
@@ -56,9 +57,15 @@ class GroupKVTransfers(Scheduler):
         return metadata
 
     def _connector_finished(self, request: Request, **kwargs: Any) -> Any:
-        if self.connector is not None and request.request_id in self.groups:
+        if self.connector is None:
+            return False, None
+        if request.request_id in self.groups:
             self._end_as_prompt(request)
-        return super()._connector_finished(request, **kwargs)
+        keeps_blocks, params = super()._connector_finished(request, **kwargs)
+        if keeps_blocks and (extra_args := request.sampling_params and request.sampling_params.extra_args):
+            # Freed late, a candidate's blocks could be held for one that has gone on, and be held for ever.
+            request.sampling_params.extra_args = {key: value for key, value in extra_args.items() if key != FORK}
+        return keeps_blocks, params
 
     def _end_as_prompt(self, request: Request) -> None:
         """Let a group that ends be a request that has computed its prompt, and has generated nothing."""

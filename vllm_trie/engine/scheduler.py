@@ -88,7 +88,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     hooks = (
         *("has_requests", "schedule", "get_grammar_bitmask", "_handle_blocked_waiting_request"),
-        *("update_from_output", "_update_request_with_output", "_connector_finished"),
+        *("update_from_output", "_update_request_with_output"),
     )
     kv_cache_manager: BeamKVCacheManager
     max_num_active_reqs: int

@@ -11,10 +11,10 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.disturb import AbortWithin, preempt_all
-from tests.support.engine import Engine, Engines, num_used_blocks
+from tests.support.engine import TRAINED_TARGET, Engine, Engines, num_used_blocks
 from tests.support.memory_connector import MEMORY, forget_memory, memory_config
-from tests.support.running import BYTES_PER_BLOCK, count_ties, prompt_of, run
-from vllm_trie import beam_params
+from tests.support.running import BYTES_PER_BLOCK, count_ties, prompt_of, run, trained_prompts
+from vllm_trie import StepCandidate, beam_params
 
 pytestmark = pytest.mark.slow
 
@@ -257,6 +257,25 @@ def test_statistics_of_the_connector_and_of_searches_reach_the_front_end(
     assert all(stats == {"steps": 1} for stats in seen)
     counts = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
     assert counts["vllm:trie_beam_steps"] > 40
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_search_by_steps_leaves_no_block_held(start: Callable[..., Engine], engines: Engines, steps: int) -> None:
+    def score(candidates: list[StepCandidate]) -> list[float]:
+        return [sum(map(ord, candidate.text)) % 100 / 100 for candidate in candidates]
+
+    options = {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 3, "max_steps": 3}
+    params = beam_params(2, n=2, max_tokens=32, seed=7, **options)
+    (prompt,) = trained_prompts([60])
+    (expected,) = engines(TRAINED_TARGET, max_num_seqs=16).generate([prompt], params)
+    MEMORY.steps_to_save = steps
+    engines.close()
+    engine = engines(TRAINED_TARGET, max_num_seqs=16, kv_transfer_config=memory_config())
+    (found,) = engine.generate([prompt], params)
+    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in expected.outputs]
+    assert MEMORY.blocks
+    settle(engine)
+    engine.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
