@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support import forks
@@ -193,6 +193,12 @@ def drafting(**changed: object) -> dict[str, object]:
     return {"speculative_config": {**DRAFTING, **changed}}
 
 
+def several_connectors(*names: str) -> dict[str, Any]:
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", *names)]
+    extra = {"connectors": children}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 STARTS, STARTS_SYNC = "vllm_trie.engine.scheduler.AsyncBeamScheduler", "vllm_trie.engine.scheduler.BeamScheduler"
 STARTS_EITHER = "BeamScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -212,6 +218,20 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
     (
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
         "trie_beam does not support ec_transfer_config (encoders elsewhere); start vLLM without it",
+    ),
+    ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, STARTS),
+    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}, STARTS),
+    (
+        {"kv_transfer_config": several_connectors("OffloadingConnector"), "speculative_config": NGRAM},
+        "does not support kv_transfer_config with OffloadingConnector together with speculative_config; start vLLM",
+    ),
+    (
+        {"kv_transfer_config": several_connectors("ExampleConnector"), "speculative_config": NGRAM},
+        STARTS_EITHER,
+    ),
+    (
+        {"kv_transfer_config": several_connectors("ExampleHiddenStatesConnector")},
+        "trie_beam does not support kv_transfer_config with ExampleHiddenStatesConnector, which saves hidden states of",
     ),
     (
         {"additional_config": {"routed": 1}},
@@ -368,6 +388,11 @@ def test_what_vllm_infers_is_inferred_once(random_model: Callable[[str], Path], 
 def test_models_with_states_do_not_speculate(random_model: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="not support speculative_config on a model with recurrent states; start vLLM"):
         with_states(random_model, speculative_config=NGRAM)
+
+
+def test_models_with_states_have_no_connector(random_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="not support kv_transfer_config on a model with recurrent states; start vLLM"):
+        with_states(random_model, kv_transfer_config=KVTransferConfig(**several_connectors()))
 
 
 def test_model_runner_v1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import vllm_needs_cpu_kernels
+from vllm_trie.kv_transfer_config import connectors_reading_freed_blocks
 from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM, Drafts, options_speculate
 
@@ -106,5 +107,10 @@ def unsupported_speculative_config(vllm_config: VllmConfig) -> dict[str, bool]:
         and config.rejection_sample_method != "standard",
         "draft_sample_method on a CPU without Triton": without_triton and config.draft_sample_method != "greedy",
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
+        # Drafts take their blocks after connectors have heard which blocks a step writes.
+        **{
+            f"kv_transfer_config with {name} together with speculative_config": True
+            for name in connectors_reading_freed_blocks(vllm_config)
+        },
         f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
     }

@@ -8,9 +8,14 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import unsupported_by_vllm_cpu
+from vllm_trie.kv_transfer_config import unsupported_kv_transfer_config
 from vllm_trie.options import PLUGIN_NAME, EngineOptions
 from vllm_trie.options.speculation import check_drafts_for_options
-from vllm_trie.speculative_config import speculative_config_drafts, unsupported_speculative_config
+from vllm_trie.speculative_config import (
+    has_states_by_config,
+    speculative_config_drafts,
+    unsupported_speculative_config,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -111,7 +116,9 @@ def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
         "a machine without Triton, which Model Runner V2 needs": not vllm_config.use_v2_model_runner,
         **unsupported_by_vllm_cpu(vllm_config),
         "ec_transfer_config (encoders elsewhere)": vllm_config.ec_transfer_config is not None,
-        "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
+        **unsupported_kv_transfer_config(vllm_config),
+        "kv_transfer_config on a model with recurrent states": vllm_config.kv_transfer_config is not None
+        and has_states_by_config(model),
         "use_replayssm": vllm_config.cache_config.use_replayssm,
         "distributed_executor_backend='external_launcher' with several ranks": is_plugin_launched_apart(parallel),
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,

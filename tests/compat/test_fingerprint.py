@@ -392,15 +392,19 @@ def test_overrides_pass_on_what_a_later_vllm_adds() -> None:
         assert piece.grade == "replaced" or any(p.kind is p.VAR_KEYWORD for p in parameters), target
 
 
+def attributes_of_self(cls: type) -> list[ast.Attribute]:
+    body = ast.parse(inspect.getsource(cls))
+    return [n for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+
+
 def test_every_attribute_that_our_classes_take_from_vllms_is_recorded() -> None:
     listed = touched_parts()
     for cls in {cls for cls, _, _, piece, _ in ours() if piece.grade == "called"}:
-        body = ast.parse(inspect.getsource(cls))
-        of_self = [n for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
-        used = {n.attr for n in of_self if isinstance(n.ctx, ast.Load)}
-        defined = {n.attr for n in of_self if isinstance(n.ctx, ast.Store)}
         bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
-        known = {name for base in cls.__mro__ if base.__module__.startswith("vllm_trie.") for name in vars(base)}
+        own = [base for base in cls.__mro__ if base.__module__.startswith("vllm_trie.")]
+        used = {n.attr for n in attributes_of_self(cls) if isinstance(n.ctx, ast.Load)}
+        defined = {n.attr for base in own for n in attributes_of_self(base) if isinstance(n.ctx, ast.Store)}
+        known = {name for base in own for name in vars(base)}
         for piece in listed.values():
             if any(piece.target.startswith(f"{base.__module__}:{base.__qualname__}.") for base in bases):
                 known |= {*piece.fields, piece.target.rpartition(".")[2]}

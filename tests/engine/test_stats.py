@@ -37,6 +37,15 @@ def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers
     assert take_group_stats(arrived) is None
 
 
+def test_stats_share_their_carrier_with_those_of_a_kv_connector() -> None:
+    carrier = SchedulerStats(kv_connector_stats={"transfers": 3})
+    attach_group_stats(carrier, GroupStats(steps=4))
+    assert take_group_stats(carrier) == GroupStats(steps=4)
+    assert carrier.kv_connector_stats == {"transfers": 3}
+    assert take_group_stats(carrier) is None
+    assert carrier.kv_connector_stats == {"transfers": 3}
+
+
 def test_each_report_begins_where_the_last_one_ended() -> None:
     tally = GroupTally()
     tally.stats.add(GroupCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))

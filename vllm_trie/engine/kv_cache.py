@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, SingleTypeKVCacheManager
@@ -84,6 +86,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self._groups: dict[str, _GroupKVBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
         self.peak_group_blocks = 0
+        self._taken_blocks: list[int] | None = None  # with a KV connector alone
+        self.free_written = _free_at_once(self.block_pool)  # blocks of a request, which a step under way may write
         self.held = EngineHeldBlocks(self.block_pool)
 
     @property
@@ -239,9 +243,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             has_room = self._grow(request, num_new_tokens, group) if group.tries else self._fan_out(request, group)
             return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling]
-            if group is not None:
-                about_to_fan_out.append(group)
+            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling or g is group]
             reserved = sum(map(self._blocks_to_fan_out, about_to_fan_out))
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
@@ -257,12 +259,57 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             return
         if group is None or not group.tries:
             super().free(request, **kwargs)
-        for trie in group.tries if group is not None else ():
-            self._free_blocks(trie.release())
-            self.counts.add(trie.counts)
         if group is not None:
-            self._take_back(group)
-            self._groups[request.request_id] = _GroupKVBlocks(group.prefix_length, group.paths)
+            self.block_pool.free_blocks(self._release(request.request_id, group))
+
+    def pop_blocks_for_free(self, request: Request, **kwargs: Any) -> list[KVCacheBlock]:
+        popped, group = super().pop_blocks_for_free(request, **kwargs), self._groups.get(request.request_id)
+        return popped if group is None else popped + self._release(request.request_id, group)[::-1]
+
+    def _release(self, request_id: str, group: _GroupKVBlocks) -> list[KVCacheBlock]:
+        """Let a group have no rows any more. Returns their blocks, which are to be freed in this order."""
+        block_ids = group.lookahead_blocks
+        for trie in group.tries:
+            block_ids += trie.release()
+            self.counts.add(trie.counts)
+        self.num_group_blocks -= len(block_ids)
+        self._groups[request_id] = _GroupKVBlocks(group.prefix_length, group.paths)
+        return [self.block_pool.blocks[block_id] for block_id in block_ids]
+
+    def has_fanned_out(self, request_id: str) -> bool:
+        """Whether a request is a group whose rows hold its blocks."""
+        group = self._groups.get(request_id)
+        return group is not None and bool(group.tries)
+
+    def record_taken_blocks(self) -> None:
+        """From now on remember which blocks rows take, until `pop_taken_blocks`."""
+        self._taken_blocks = []
+
+    def pop_taken_blocks(self) -> list[int]:
+        """The blocks that rows have taken since the last call, whoever had them before."""
+        assert self._taken_blocks is not None
+        taken, self._taken_blocks = self._taken_blocks, []
+        return taken
+
+    def leave_prompt(self, request: Request) -> list[KVCacheBlock]:
+        """Let a group that has fanned out be one row again, an ordinary request that holds its prompt alone.
+
+        Returns:
+            All other blocks of its rows, which are to be freed in this order.
+        """
+        request_id, group = request.request_id, self._groups[request.request_id]
+        for trie, manager in zip(group.tries, self._managers, strict=True):
+            # The first row's: whatever row it continues, it begins with the prompt.
+            prompt = self._row_path(trie, 0, -(-request.num_prompt_tokens // trie.block_size))
+            manager.req_to_blocks[request_id] = prompt
+        kept = {block.block_id for manager in self._managers for block in manager.req_to_blocks[request_id]}
+        return [block for block in self._release(request_id, group) if block.block_id not in kept]
+
+    def block_ids_of(self, request_id: str) -> set[int]:
+        """All blocks that a request holds, or the rows of a group."""
+        tries = self._groups[request_id].tries if request_id in self._groups else []
+        tables = [np.unique(trie.table()).tolist() for trie in tries] or self.get_block_ids(request_id)
+        return {*chain.from_iterable(tables)}
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._release_held()  # what goes on from it would go on with KV of old weights
@@ -308,7 +355,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             history: Makes a request whose tokens begin with these, hashed. It is called if there is such a block.
         """
         tries = self._groups[request_id].tries
-        paths = [self._full_blocks(trie, row, num_tokens) for trie in tries]
+        paths = [self._row_path(trie, row, num_tokens // trie.block_size) for trie in tries]
         if all(block.is_null or block.block_hash is not None for path in paths for block in path):
             return
         for manager, path in zip(self._managers, paths, strict=True):  # as if vLLM had given them to a request
@@ -320,11 +367,10 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             trie.counts.cached += _num_hashed_group_blocks(path) - num_hashed
         self.coordinator.pop_blocks_for_free(request_id)
 
-    def _full_blocks(self, trie: BlockTrie, row: int, num_tokens: int) -> list[KVCacheBlock]:
-        """The blocks of a row that its first `num_tokens` tokens fill, null where they have left its window."""
-        num_full = num_tokens // trie.block_size
-        held = trie.row_blocks(row)[: max(num_full - trie.num_skipped, 0)]
-        skipped = [self.block_pool.null_block] * min(trie.num_skipped, num_full)
+    def _row_path(self, trie: BlockTrie, row: int, num_blocks: int) -> list[KVCacheBlock]:
+        """The first blocks of a row, null where they have left its window."""
+        held = trie.row_blocks(row)[: max(num_blocks - trie.num_skipped, 0)]
+        skipped = [self.block_pool.null_block] * min(trie.num_skipped, num_blocks)
         return skipped + [self.block_pool.blocks[block_id] for block_id in held]
 
     def estimate_cached_tokens(self, request: Request, **kwargs: Any) -> int:
@@ -360,7 +406,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             return False
         null, tables, copies = self.block_pool.null_block.block_id, [], []
         for manager, blocks in zip(self._managers, new_blocks, strict=True):
-            trie = self._trie_of(manager, manager.req_to_blocks[request.request_id], num_tokens)
+            trie = self._trie_of(manager, request, num_tokens)
             self._count(trie.num_held)
             copies.append(trie.fan_out(group.paths, blocks))
             group.tries.append(trie)
@@ -371,24 +417,27 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         group.update = RowUpdate(NewRows(tables, np.concatenate(copies).astype(np.int64)))
         return True
 
-    def _trie_of(self, manager: SingleTypeKVCacheManager, held: list[KVCacheBlock], num_tokens: int) -> BlockTrie:
+    def _trie_of(self, manager: SingleTypeKVCacheManager, request: Request, num_tokens: int) -> BlockTrie:
         """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
+        held = manager.req_to_blocks[request.request_id]
         if isinstance(manager, CrossAttentionManager):
             from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # an import that most engines never need
 
             return EncoderBlockTrie.of([block.block_id for block in held], manager.block_size)
         num_held = -(-num_tokens // manager.block_size)
-        self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
+        self.free_written(request, held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
         del held[num_held:]
         num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
         return BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
 
     def _grow(self, request: Request, num_new_tokens: int, group: _GroupKVBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
-        num_tokens = request.num_computed_tokens
+        num_tokens = num_read = request.num_computed_tokens
+        if self._taken_blocks is not None:  # what is free may be loaded into at once, by a KV connector
+            num_read -= request.num_in_flight_tokens
         for number in self._skipping:
             manager = self._managers[number]
-            num_skipped = _manager_blocks_skipped(manager, num_tokens)
+            num_skipped = _manager_blocks_skipped(manager, num_read)
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
             group.tries[number].skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
@@ -418,7 +467,10 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def _take(self, count: int) -> list[int]:
         self._count(count)
-        return [block.block_id for block in self.block_pool.get_new_blocks(count)]
+        taken = [block.block_id for block in self.block_pool.get_new_blocks(count)]
+        if self._taken_blocks is not None:
+            self._taken_blocks += taken
+        return taken
 
     def _take_back(self, group: _GroupKVBlocks) -> None:
         self._free_blocks(group.lookahead_blocks)
@@ -446,6 +498,10 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def _free_blocks(self, block_ids: list[int]) -> None:
         self.num_group_blocks -= len(block_ids)
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
+
+
+def _free_at_once(block_pool: BlockPool) -> Callable[[Request, list[KVCacheBlock]], None]:
+    return lambda _, blocks: block_pool.free_blocks(blocks)
 
 
 def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:

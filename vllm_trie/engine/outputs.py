@@ -102,9 +102,10 @@ def _engine_output_of(
 
 
 def add_to_engine_output(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
-    """Send more with an output, in the one field of it that is open; there is no KV connector."""
+    """Send more with an output, in the one field of it that is open; a KV connector's own parameters stay there."""
     if more:
-        output.kv_transfer_params = {PLUGIN_NAME: {**(output.kv_transfer_params or {}).get(PLUGIN_NAME, {}), **more}}
+        sent = output.kv_transfer_params or {}
+        output.kv_transfer_params = {**sent, PLUGIN_NAME: {**sent.get(PLUGIN_NAME, {}), **more}}
 
 
 def add_engine_answer(

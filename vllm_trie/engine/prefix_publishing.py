@@ -41,9 +41,9 @@ class GroupPrefixCache:
         groups = kv_cache_manager.kv_cache_config.kv_cache_groups
         has_windows = any(not isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)
         self._has_draft_kv = has_draft_kv
-        self._enters = not (has_draft_kv and has_windows)
+        self._enters = kv_cache_manager.enable_caching and not (has_draft_kv and has_windows)
         self._hash_block_size = kv_cache_manager.block_pool.hash_block_size
-        self._hasher: Hasher | None = None  # vLLM's; None without prefix caching
+        self._hasher: Hasher | None = None  # vLLM's; None without prefix caching or a KV connector
 
     def open(self, request: Request) -> None:
         """A request will stand for a group: its prompt is hashed already, and what vLLM appends is no row's history."""

@@ -27,6 +27,7 @@ from vllm_trie.engine.grammar import GrammarError, fill_group_grammar_masks, why
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.known_caches import refuse_engine_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
+from vllm_trie.engine.kv_transfer import GroupKVTransfers, is_group_session, rewrite_group_request
 from vllm_trie.engine.new_group import is_group_request_unchecked, new_group
 from vllm_trie.engine.new_prefixes import mark_new_group_prefixes
 from vllm_trie.engine.outputs import (
@@ -81,7 +82,7 @@ class _StepState:
     over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 
 
-class BeamScheduler(RestsWithoutBeams, Scheduler):
+class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
     """Schedules beam groups among ordinary requests.
 
     To vLLM a group computes as many tokens as any one of its rows, so its own accounting stays true. Token
@@ -108,16 +109,13 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             self._budgets = load_speculation_class(BUDGETS)(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
-        self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.outbox = EngineOutbox()
-        self._answers = GroupPrefixCache(
-            self.kv_cache_manager, has_draft_kv=speculative_config_drafts(self.vllm_config) == "model"
-        )
+        has_draft_kv = speculative_config_drafts(self.vllm_config) == "model"
+        self._open_books(GroupPrefixCache(self.kv_cache_manager, has_draft_kv))
         self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes, config.exclude)
         wrap_vllm("vllm_trie.engine.catalogs")
         self._now = _StepState()
-        self._failed: dict[str, str] = {}  # group id -> why it cannot go on
 
     # Requests come and go.
 
@@ -180,6 +178,12 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             answered = self.groups.keys() & asking
             for group_id in answered:
                 self._answer_aborted(self.requests[group_id], self.groups[group_id])
+        elif finished_status == RequestStatus.FINISHED_ERROR:
+            answered = self._failed.keys() & (keys or ())
+            for group_id in answered:
+                logger.error("Beam group %s ended: %s", group_id, self._failed[group_id])
+                error = engine_error_output(self._failed[group_id])
+                self._post_end(self.requests[group_id], self.groups[group_id], error)
         finished = super().finish_requests(keys, finished_status, **kwargs)
         if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
             self.wake()
@@ -219,7 +223,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
     # One step: schedule.
 
     def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
-        self._now = _StepState(sessions=[*self.kv_holding_waiting])
+        self._now = _StepState(sessions=[*filter(is_group_session, self.kv_holding_waiting)])
+        self._forget_who_was_held_back()
         budget_of_other_rows, admission_limit = self._plan_rows(), self.max_num_active_reqs
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
@@ -307,7 +312,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             done = request.num_computed_tokens - request.num_prompt_tokens
             planned = min(group.planned_length - done, most, 1 + spare // group.num_rows)
             if request.num_output_tokens + group.num_pending != done + planned:
-                _rewrite_scheduled_request(request, group.history(0)[: done + planned])
+                rewrite_group_request(request, group.history(0)[: done + planned])
             spare -= (planned - 1) * group.num_rows
             others += planned * (group.num_rows - 1)
         return others
@@ -428,7 +433,7 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         prefix_length = request.num_prompt_tokens + group.num_common
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
             group.restart()
-        _rewrite_scheduled_request(request, group.history(0)[: group.num_common])
+        rewrite_group_request(request, group.history(0)[: group.num_common])
         self._answers.rehash(request)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         if needed > self.kv_cache_manager.num_usable_blocks:
@@ -443,6 +448,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         # By priority, others may be first in the queue.
         request = self._now.last_preempted or self.waiting.peek_request()
         if request.num_stale_output_tokens or request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return
+        if self._waits_for_connector(request):
             return
         group = self.groups.get(request.request_id)
         if group is not None and not group.num_pending and request.request_id not in self._failed:
@@ -479,11 +486,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         for request, group in self._now.over:
             self._end_group(request, group, outputs)
         self._now.over.clear()
-        for group_id, reason in list(self._failed.items()):
-            logger.error("Beam group %s ended: %s", group_id, reason)
-            self._post_end(self.requests[group_id], self.groups[group_id], engine_error_output(reason))
-            super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
-            self._close_group(group_id, "error")
+        if self._failed:
+            self.finish_requests([*self._failed], RequestStatus.FINISHED_ERROR)
         if self.outbox:
             self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
         if self.log_stats and (self.groups or self.tally.has_news or self.catalogs.has_news):
@@ -559,7 +563,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         if was_decoding and not is_stale and group.best_end.length >= length:
             self._answers.enter(request, group, decided.steps, length)
         if over:
-            request.status = RequestStatus.FINISHED_STOPPED
+            ended_by_stops = group.num_steps_left > 0  # else a connector hands the prompt over
+            request.status = RequestStatus.FINISHED_STOPPED if ended_by_stops else RequestStatus.FINISHED_LENGTH_CAPPED
             self._now.over.append((request, group))
         elif is_stale:
             if not group.num_pending:
@@ -593,6 +598,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
         else:
             add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size)
         output.events, output.prefill_stats = stock.events, stock.prefill_stats
+        if stock.kv_transfer_params:
+            output.kv_transfer_params = {**stock.kv_transfer_params, **(output.kv_transfer_params or {})}
         self.outbox.post(request, output)
         self._close_group(group_id, reason)
 
@@ -604,7 +611,8 @@ class BeamScheduler(RestsWithoutBeams, Scheduler):
             group.check_invariants()
             request = self.requests[group_id]
             assert request.num_output_tokens <= group.length, f"{request.num_output_tokens} > {group.length} tokens"
-        assert sum(map(self._rows, self.running)) + len(self.kv_holding_waiting) <= self.max_num_running_reqs
+        num_sessions = sum(map(is_group_session, self.kv_holding_waiting))
+        assert sum(map(self._rows, self.running)) + num_sessions <= self.max_num_running_reqs
 
 
 class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
@@ -624,9 +632,3 @@ def _expect_pending_steps(request: Request, group: BeamGroup) -> None:
     """Count the steps of a group whose results are pending, where vLLM counts tokens that are on their way."""
     is_running = request.status == RequestStatus.RUNNING
     request.num_output_placeholders = group.num_pending if is_running and not group.waits else 0
-
-
-def _rewrite_scheduled_request(request: Request, generated: list[int]) -> None:
-    """Make vLLM believe that the request has generated these tokens."""
-    request._output_token_ids[:] = generated
-    request._all_token_ids[request.num_prompt_tokens :] = generated

@@ -2,8 +2,8 @@
 
 The scheduler may live in a process of its own. What reaches the front end, in that process or in
 another, is vLLM's `SchedulerStats` of each step: to one front end per step, marked with its engine.
-Of its fields `kv_connector_stats` alone is an open dictionary that survives the way, and it is free:
-engines with beam groups have no KV connector. A field of our own in a subclass does not arrive, as
+Of its fields `kv_connector_stats` alone is an open dictionary that survives the way. Ours come under a key of
+their own beside those of a KV connector, if there is one. A field of our own in a subclass does not arrive, as
 the front end's decoder knows the fields of vLLM's class only. Reports hold changes since the last
 one, not totals: of several API servers each sees a part, and may be late, but they add up to the truth.
 """
@@ -134,11 +134,12 @@ class GroupTally:
 
 def attach_group_stats(carrier: SchedulerStats, stats: GroupStats) -> None:
     """Send `stats` along."""
-    assert carrier.kv_connector_stats is None, "a KV connector in an engine with beam groups"
-    carrier.kv_connector_stats = {PLUGIN_NAME: vars(stats)}
+    carrier.kv_connector_stats = {**(carrier.kv_connector_stats or {}), PLUGIN_NAME: vars(stats)}
 
 
 def take_group_stats(carrier: SchedulerStats) -> GroupStats | None:
-    """What was sent along. It is gone from the carrier then: vLLM's loggers would look for its KV connector."""
-    carried, carrier.kv_connector_stats = carrier.kv_connector_stats, None
-    return None if carried is None else GroupStats(**carried[PLUGIN_NAME])
+    """What was sent along. It is gone from the carrier then: vLLM's loggers take what is there for a KV connector's."""
+    if PLUGIN_NAME not in (carried := carrier.kv_connector_stats or {}):
+        return None
+    carrier.kv_connector_stats = {key: value for key, value in carried.items() if key != PLUGIN_NAME} or None
+    return GroupStats(**carried[PLUGIN_NAME])

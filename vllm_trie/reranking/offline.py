@@ -136,7 +136,8 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
     _return_reranked(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
     answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
     of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
-    output.kv_transfer_params = {PLUGIN_NAME: {**of_search, **answer, "num_judged": ranking.num_judged}}
+    own = {**of_search, **answer, "num_judged": ranking.num_judged}
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), PLUGIN_NAME: own}
 
 
 def _return_reranked(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:

@@ -53,6 +53,7 @@ class RunnerStepContext:
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
+    left: list[str] = field(default_factory=list)  # further rows of groups that end, or were preempted
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
     narrow: Collection[str] = ()  # groups of whose rows few logits are computed, see `worker.select.narrow`
@@ -63,6 +64,11 @@ class RunnerStepContext:
     # Of groups that run with all their rows: by KV cache group how many first tokens these share.
     num_shared: dict[str, list[int]] = field(default_factory=dict)
     gets_blocks: bool = False  # rows of some of these get further blocks
+
+    @property
+    def copies_tails(self) -> bool:
+        """Whether blocks are copied before the forward pass, for groups that fan out."""
+        return any(step.rows is not None for step in self.steps.values())
 
     @property
     def decoding(self) -> list[str]:
@@ -113,10 +119,8 @@ def expand(
     """
     steps = group_step_messages(output)
     context = RunnerStepContext(steps, decided_at=torch.cuda.Event())  # type: ignore[no-untyped-call]
-    finished, preempted = {*output.finished_req_ids}, {*(output.preempted_req_ids or ())}
-    for leaving in (finished, preempted):
-        for group_id in leaving & groups.keys():
-            leaving.update(groups.pop(group_id).row_ids)
+    for group_id in groups.keys() & (output.finished_req_ids | (output.preempted_req_ids or set())):
+        context.left += groups.pop(group_id).row_ids[1:]
     new_requests = []
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
@@ -172,8 +176,6 @@ def expand(
         num_scheduled_tokens=num_scheduled,
         total_num_scheduled_tokens=sum(num_scheduled.values()),
         scheduled_spec_decode_tokens=dict(output.scheduled_spec_decode_tokens),
-        finished_req_ids=finished,
-        preempted_req_ids=preempted,
     )
     return expanded, context
 

@@ -10,6 +10,7 @@ host.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -61,7 +63,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     """
 
     hooks = (
-        *("update_pp_decode_requests", "add_requests", "update_requests", "gather_batch_req_state"),
+        *("update_pp_decode_requests", "finish_requests", "add_requests", "update_requests", "gather_batch_req_state"),
         *("prepare_inputs", "prepare_attn", "sample", "sample_tokens"),
     )
 
@@ -196,6 +198,15 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if self.stages is not None:
             self.stages.continue_histories(self.step)
         super().update_pp_decode_requests(*args, **kwargs)
+
+    def finish_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
+        if scheduler_output.kv_connector_metadata is not None and self.step.copies_tails:
+            # vLLM calls it right before the forward pass, when rows that fan out have been written.
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
+        if self.step.left:  # of which a KV connector knows nothing
+            finished = scheduler_output.finished_req_ids.union(self.step.left)
+            scheduler_output = replace(scheduler_output, finished_req_ids=finished)
+        super().finish_requests(scheduler_output, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
@@ -359,5 +370,5 @@ class BeamRunnerOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """vLLM's own; there is no KV connector in an engine with beam groups."""
+        """vLLM's own."""
         return self._stock.get_kv_connector_output()

@@ -65,6 +65,17 @@ def test_each_hypothesis_is_an_output_and_what_is_missing_says_so(kind: RequestO
 
 
 @pytest.mark.parametrize("n", [1, N])
+def test_what_a_kv_connector_says_is_handed_on(n: int) -> None:
+    sent = answer(trace=1)
+    sent.kv_transfer_params["do_remote_prefill"] = True
+    found, _ = processed(state_of(n), sent)
+    assert found.kv_transfer_params == {"do_remote_prefill": True, "trie_beam": {"trace": 1}}
+    sent.kv_transfer_params = {"do_remote_prefill": True}
+    found, _ = processed(state_of(n), sent)
+    assert found.kv_transfer_params == {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize("n", [1, N])
 @pytest.mark.parametrize("is_served", [False, True])
 def test_an_answer_is_complete_offline_and_later_in_a_server(n: int, is_served: bool) -> None:
     sent = [{"sequence_score": -0.5, "matched": 7}, {"sequence_score": -1.0, "matched": None}][:n]

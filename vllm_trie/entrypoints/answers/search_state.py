@@ -89,13 +89,15 @@ class AnswerState(RequestState):
         **kwargs: Any,
     ) -> RequestOutput | None:
         """See `RequestState`. Before it has ended, a search with several outputs has none."""
-        answer = {**(kv_transfer_params or {}).get(PLUGIN_NAME, {})}
+        more = {**(kv_transfer_params or {})}
+        answer = {**more.pop(PLUGIN_NAME, {})}
         sent = SentHypotheses(*answer.pop(HYPOTHESES, NOTHING))
-        more = {PLUGIN_NAME: answer} if answer else None
+        if answer:
+            more[PLUGIN_NAME] = answer
         if sent.are_aborted:  # though a stop token or a stop string ended the hypothesis
             finish_reason, stop_reason = FinishReason.ABORT, None
         if self.n == 1:
-            of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more
+            of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more or None
             return self._completed(super().make_request_output(*of_one, *args, **kwargs))
         if finish_reason is None:
             return None
@@ -103,7 +105,7 @@ class AnswerState(RequestState):
         making = chain(self._outputs(sent), self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason))
         is_served = self.queue is not None
         made = [cast("CompletionOutput", None)] if is_served else [*filter(None, making)]  # vLLM looks at the first one
-        output = self._new_request_output(self.external_req_id, made, True, more, *args)
+        output = self._new_request_output(self.external_req_id, made, True, more or None, *args)
         if is_served:
             output.outputs.clear()
             vars(output)[MAKING] = making

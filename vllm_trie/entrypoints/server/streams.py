@@ -114,13 +114,15 @@ def _completed_server_response(response: Any, is_search: bool, has_own_fields: b
 
 def _server_response_with_fields(response: Any) -> Any:
     """The response with what came with the engine's output, and has a field of its own: a trace, `beam_results`."""
-    if isinstance(response, Response) and response.kv_transfer_params is not None:
-        others = {**response.kv_transfer_params[PLUGIN_NAME]}
+    if isinstance(response, Response) and PLUGIN_NAME in (params := response.kv_transfer_params or {}):
+        others = {**params.pop(PLUGIN_NAME)}
         if "trace" in others:
             response.trace = others.pop("trace")
         if BEAM_RESULTS in others:
             response.meta_info = {BEAM_RESULTS: others.pop(BEAM_RESULTS)}
-        response.kv_transfer_params = {PLUGIN_NAME: others} if others else None
+        if others:
+            params[PLUGIN_NAME] = others
+        response.kv_transfer_params = params or None
     return response
 
 
