@@ -31,11 +31,11 @@ def unsupported_kv_transfer_config(vllm_config: VllmConfig) -> dict[str, bool]:
 
 def connectors_reading_freed_blocks(vllm_config: VllmConfig) -> list[str]:
     """Connectors that save what others are about to overwrite, and must hear of it before."""
+    if (config := vllm_config.kv_transfer_config) is None:
+        return []
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    if (config := vllm_config.kv_transfer_config) is None:
-        return []
     found = {str(one.kv_connector): KVConnectorFactory.get_connector_class(one) for one in _connectors_of(config)}
     stock = KVConnectorBase_V1.handle_preemptions
     return [name for name, connector in found.items() if connector.handle_preemptions is not stock]
