@@ -116,9 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{name} is left out: it needs --draft")
                 continue
             if table.is_of_speech != setting.hears:
-                console.print(
-                    f"{name} is left out: it {'needs' if table.is_of_speech else 'is not of'} --model {SPEECH}"
-                )
+                needed = f"--model {SPEECH}" if table.is_of_speech else "a model of text"
+                console.print(f"{name} is left out: it needs {needed}")
                 continue
             num_failed += run(name, table, bench, args.out, args.again)
     except KeyboardInterrupt:
