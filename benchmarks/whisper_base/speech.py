@@ -80,7 +80,7 @@ SENTENCES = {
 
 
 class Clip(NamedTuple):
-    """A recording [samples] float32 at `RATE`, between -1 and 1, of a text in a language."""
+    """A recording [samples] float32 at `RATE`, from -1 to 1 but for peaks a little beyond, of a text in a language."""
 
     sound: np.ndarray
     text: str
@@ -130,7 +130,7 @@ def as_wav(sound: np.ndarray) -> bytes:
         writer.setnchannels(1)
         writer.setsampwidth(2)
         writer.setframerate(RATE)
-        writer.writeframes((sound * 32767).astype("<i2").tobytes())
+        writer.writeframes((sound.clip(-1, 1) * 32767).astype("<i2").tobytes())
     return file.getvalue()
 
 
