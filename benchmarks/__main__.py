@@ -29,6 +29,7 @@ from benchmarks.tables import (
     energy,
     fidelity,
     grammars,
+    hearing,
     host,
     launches,
     lookup,
@@ -39,12 +40,15 @@ from benchmarks.tables import (
     serve,
     service,
     speculation,
+    speech,
+    speech_parts,
     step_search,
     tasks,
     throughput,
     traffic,
     wide,
 )
+from benchmarks.whisper_base import get as whisper
 
 TABLES: dict[str, Table] = {
     "memory": memory.TABLE,
@@ -82,11 +86,15 @@ TABLES: dict[str, Table] = {
     "puzzle": puzzle.TABLE,
     "tasks": tasks.TABLE,
     "parity": fidelity.PARITY,
+    "speech": speech.TABLE,
+    "speech_parts": speech_parts.TABLE,
+    "hearing": hearing.TABLE,
 }
-REAL = "smollm2"
+REAL, SPEECH = "smollm2", whisper.NAME
 OURS_ALONE = (  # no paper has them
     *("host", "launches", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load", "service"),
     *("auto", "lookup", "attention", "shared", "steps_scored", "puzzle", "tasks", "parity"),
+    *("speech", "speech_parts", "hearing"),
 )
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
 INTERRUPTED = 130
@@ -107,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if table.needs_draft and setting.draft is None:
                 console.print(f"{name} is left out: it needs --draft")
                 continue
+            if table.is_of_speech != setting.hears:
+                needed = f"--model {SPEECH}" if table.is_of_speech else "a model of text"
+                console.print(f"{name} is left out: it needs {needed}")
+                continue
             num_failed += run(name, table, bench, args.out, args.again)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What is measured is in {args.out}; the same command goes on from there.")
@@ -123,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"of: {' '.join(TABLES)}")
     parser.add_argument("--size", choices=SIZES, default="quick", help="how many prompts, lengths and widths")
-    parser.add_argument("--model", default=str(TARGET), help=f"folder or name; {REAL!r}: {get.NAME}; default: the toy")
+    told = f"folder or name; {REAL!r}: {get.NAME}; {SPEECH!r}: of speech; default: the toy"
+    parser.add_argument("--model", default=str(TARGET), help=told)
     parser.add_argument("--draft", help="its draft model; without one, other models have no tables of speculation")
     told = "JSON Lines, .gz or not; 'code', the default, names the built-in ones"
     parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", default=[Path(CODE.name)], help=told)
@@ -174,17 +187,19 @@ def _setting(args: argparse.Namespace) -> Setting:
         args.kv_cache_gib,
         args.catalog,
         args.prompt_tokens,
-        get.NAME if args.model == REAL else None,
+        {REAL: get.NAME, SPEECH: whisper.NAME}.get(args.model),
     )
 
 
 def _models(args: argparse.Namespace) -> tuple[str, str | None]:
     """Folders or names of the model and of its draft model."""
-    if args.model == REAL:
-        try:
+    try:
+        if args.model == REAL:
             return str(get.target()), args.draft or str(get.draft())
-        except UnavailableError as error:
-            sys.exit(str(error))
+        if args.model == SPEECH:
+            return str(whisper.model()), args.draft
+    except UnavailableError as error:
+        sys.exit(str(error))
     return args.model, args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
 
 

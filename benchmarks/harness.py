@@ -71,6 +71,11 @@ class Setting:
         """Whether it is the model that comes along, of which some tables make deeper ones."""
         return self.model == str(TARGET)
 
+    @property
+    def hears(self) -> bool:
+        """Whether the model is a Whisper."""
+        return not self.is_toy and models.hears(self.model)
+
     def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
         """The one of three that fits the size of this run."""
         return (minimal, quick, full)[SIZES.index(self.size)]
@@ -92,7 +97,8 @@ class Setting:
         stated = asdict(self)
         shipped = {str(TARGET): "the trained target", str(PAIR / "draft"): "its draft"}
         stated["model"] = self.model_name or shipped.get(self.model, self.model)
-        stated["draft"] = f"{self.model_name}'s draft" if self.model_name else shipped.get(self.draft or "", self.draft)
+        has_own_draft = self.model_name and self.draft
+        stated["draft"] = f"{self.model_name}'s draft" if has_own_draft else shipped.get(self.draft or "", self.draft)
         return json.loads(json.dumps(stated, default=str))
 
 
@@ -256,6 +262,7 @@ class Table:
         measure: One cell.
         note: What holds for all rows: settings, and what columns mean.
         needs_draft: Measured only if there is a draft model.
+        is_of_speech: Measured only if the model hears, which has no other tables.
     """
 
     title: str
@@ -264,6 +271,7 @@ class Table:
     measure: Callable[..., Measured]  # of the bench and what the cell holds
     note: str
     needs_draft: bool = False
+    is_of_speech: bool = False
 
 
 @dataclass

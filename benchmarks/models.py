@@ -20,6 +20,7 @@ WINDOW = f"window {WINDOW_TOKENS}"
 VARIANTS = (AS_IT_IS, FULL_HEADS, WINDOW)
 RANDOM_60M = "random, 60 M"
 COPIES = "copies"
+WHISPER = "whisper"  # as configurations call it
 PUZZLE = "solves the puzzle"  # made from none: it comes along
 
 
@@ -56,7 +57,15 @@ def longest(model: str) -> int:
     """Tokens that a model has positions for."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return config.max_target_positions if config.model_type == WHISPER else config.max_position_embeddings
+
+
+def hears(model: str) -> bool:
+    """Whether it is a Whisper."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).model_type == WHISPER
 
 
 def make(variant: str, model: str, folder: Path) -> Path:

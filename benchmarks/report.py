@@ -6,7 +6,7 @@ Both come from the JSON that is kept in benchmarks/measured/. `--results FOLDER`
     <!-- table: NAME; COLUMN = VALUE or VALUE; show COLUMN + COLUMN -->
     <!-- table: NAME, COLUMN by KEY; COLUMN = VALUE -->
 
-NAME is that of a table on the toy, or as in "smollm2/memory" of one on the real model.
+NAME is that of a table on the toy, or as in "smollm2/memory" or "whisper_base/speech" of one on a real model.
 
 The first form keeps rows and columns. The second has a row for all rows alike in the columns before KEY, and a column
 for each of what KEY holds. All up to the next `<!-- end -->` is replaced.
@@ -22,9 +22,11 @@ from shutil import copy
 from typing import Any
 
 from benchmarks.smollm2 import get
+from benchmarks.whisper_base import get as whisper
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_REAL_MODEL = "smollm2"  # the folder beside the toy's tables
+OF_SPEECH = "whisper_base"  # the same of a model that hears
 OF_GPUS = "gpu"  # another one, whose tables have one page together
 ABOUT_GPUS = (
     "`python -m benchmarks.gpu_engines --minutes 8` measures engines in order of worth, and lists what did not fit. "
@@ -48,6 +50,7 @@ PICTURES = {
 PARTS = {
     "memory": ("overlap", "beams", "Table 4 of the trie paper, measured: overlap")
 }  # that have a page of their own
+PLACES = (("On SmolLM2-135M-Instruct", OF_REAL_MODEL), ("On Whisper base", OF_SPEECH), ("On the toy", "."))
 CONSTANT = 1  # values of a column that a filter leaves out
 
 Content = dict[str, Any]
@@ -98,7 +101,7 @@ def write_pages(folder: Path, pages: Path) -> None:
         "from the JSON in benchmarks/measured/. Plots are of the same runs."
     )
     parts = [f"# Measured tables\n\n{intro}\n"]
-    for told, place in (("On SmolLM2-135M-Instruct", OF_REAL_MODEL), ("On the toy", ".")):
+    for told, place in PLACES:
         pictures = _pictures(PAGES / place)
         measured = sorted((folder / place).glob("*.json"))
         titles = {}
@@ -143,7 +146,8 @@ def take_over(results: Path, folder: Path) -> None:
         if "cells" in content:
             rows = [row for cell in content["cells"] for row in cell["rows"]]
             is_of_gpu = "torch" in content["machine"]
-            place = OF_GPUS if is_of_gpu else OF_REAL_MODEL if content["setting"]["model"] == get.NAME else "."
+            places = {get.NAME: OF_REAL_MODEL, whisper.NAME: OF_SPEECH}
+            place = OF_GPUS if is_of_gpu else places.get(content["setting"]["model"], ".")
             (folder / place).mkdir(parents=True, exist_ok=True)
             _keep(folder / place / path.name, content | {"cells": [{"rows": rows}]})
     for name in (name for names in PICTURES.values() for name in names):

@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 from benchmarks.model_wheels import UnavailableError
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
+from benchmarks.whisper_base import get as whisper
 from tests.support import language_once  # noqa: F401
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
@@ -128,6 +129,12 @@ def real_model() -> Path:
 def real_draft(real_model: Path) -> Path:
     """Folder of its draft model."""
     return _had(get.draft)
+
+
+@pytest.fixture(scope="session")
+def speech_model() -> Path:
+    """Folder of Whisper base. Skips likewise."""
+    return _had(whisper.model)
 
 
 def _had(get_folder: Callable[[], Path]) -> Path:

@@ -82,9 +82,13 @@ def model_suppressed_tokens(
 ) -> tuple[list[int], list[int]] | None:
     """The tokens that transformers' `generate` suppresses by a generation configuration; None if there are none.
 
+    Only of encoder-decoder models: others that vLLM has (Gemma 4) suppress theirs themselves.
+
     Returns:
         Those that it suppresses anywhere, and those that it suppresses as first ones.
     """
+    if not model_config.is_encoder_decoder:
+        return None
     names, vocab_size = ("suppress_tokens", "begin_suppress_tokens"), model_config.get_vocab_size()
     both = [[token for token in generation_config.get(name) or () if 0 <= token < vocab_size] for name in names]
     return (both[0], both[1]) if any(both) else None

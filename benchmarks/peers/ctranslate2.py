@@ -30,7 +30,7 @@ class CTranslate2Search:
             ctranslate2.converters.TransformersConverter(model).convert(str(folder))
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._generator = ctranslate2.Generator(
-            str(folder), device="cpu", compute_type=COMPUTE_TYPE, inter_threads=1, intra_threads=_threads()
+            str(folder), device="cpu", compute_type=COMPUTE_TYPE, inter_threads=1, intra_threads=threads()
         )
 
     def search(
@@ -49,7 +49,7 @@ class CTranslate2Search:
         return [result.sequences_ids for result in found]
 
 
-def _threads() -> int:
+def threads() -> int:
     """As many as torch has, which the other peers run on."""
     import torch
 

@@ -1,6 +1,7 @@
 """Speech whose words are known: sentences of our own, in several languages, said by espeak-ng.
 
-espeak-ng is a program (Debian: `apt-get install espeak-ng`). Each clip has its own voice, speed and pitch.
+espeak-ng is a program (Debian: `apt-get install espeak-ng`). Each clip has its own voice, speed and pitch: slow ones,
+and no women's voices, of which Whisper base understands less. French it hardly understands by any of them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from scipy.signal import resample_poly
 
 SPEAKER = "espeak-ng"
 RATE = 16_000  # samples a second, as Whisper hears
-VARIANTS = ("", "+f2", "+m1", "+f4", "+m4")
-SPEEDS = (140, 155, 170)  # words a minute
-PITCHES = (35, 50, 65)  # of 0 to 99
+VARIANTS = ("", "+m3", "+m1", "+m6", "+m7")
+SPEEDS = (105, 115, 125)  # words a minute
+PITCHES = (35, 45, 55)  # of 0 to 99
 
 SENTENCES = {
     "en": (
@@ -79,7 +80,7 @@ SENTENCES = {
 
 
 class Clip(NamedTuple):
-    """A recording [samples] float32 at `RATE`, between -1 and 1, of a text in a language."""
+    """A recording [samples] float32 at `RATE`, from -1 to 1 but for peaks a little beyond, of a text in a language."""
 
     sound: np.ndarray
     text: str
@@ -103,7 +104,7 @@ def say(text: str, language: str, number: int = 0) -> np.ndarray:
 
 
 def clips(count: int) -> list[Clip]:
-    """Clips of 2 to 12 s, of one sentence or two, no two alike; languages take turns, English twice as often."""
+    """Clips of 2 to 14 s, of one sentence or two, no two alike; languages take turns, English twice as often."""
     turns, said, found = ("en", "de", "fr", "en", "es", "it"), Counter[str](), list[Clip]()
     for number in range(count):
         language = turns[number % len(turns)]
@@ -115,7 +116,7 @@ def clips(count: int) -> list[Clip]:
 
 
 def recording(language: str = "en", times: int = 1) -> Clip:
-    """All sentences of a language, one after the other, as many times as asked for: half a minute each time."""
+    """All sentences of a language, one after the other, as many times as asked for: of English a minute each time."""
     sentences = [*SENTENCES[language]] * times
     pause = np.zeros(RATE // 2, np.float32)
     parts = [part for number, text in enumerate(sentences) for part in (say(text, language, number), pause)]
@@ -129,7 +130,7 @@ def as_wav(sound: np.ndarray) -> bytes:
         writer.setnchannels(1)
         writer.setsampwidth(2)
         writer.setframerate(RATE)
-        writer.writeframes((sound * 32767).astype("<i2").tobytes())
+        writer.writeframes((sound.clip(-1, 1) * 32767).astype("<i2").tobytes())
     return file.getvalue()
 
 

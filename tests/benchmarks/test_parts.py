@@ -20,6 +20,7 @@ from benchmarks.smollm2 import get
 from benchmarks.tables.energy import meters
 from benchmarks.tables.reclamation import most_dead
 from benchmarks.watch import Steps
+from benchmarks.whisper_base import get as whisper
 
 pytestmark = pytest.mark.slow
 
@@ -176,7 +177,10 @@ def _texts(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.md")}
 
 
-@pytest.mark.parametrize(("model", "place"), [("the trained target", "."), (get.NAME, report.OF_REAL_MODEL)])
+@pytest.mark.parametrize(
+    ("model", "place"),
+    [("the trained target", "."), (get.NAME, report.OF_REAL_MODEL), (whisper.NAME, report.OF_SPEECH)],
+)
 def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path, model: str, place: str) -> None:
     results, kept = tmp_path / "results", tmp_path / "kept"
     results.mkdir()

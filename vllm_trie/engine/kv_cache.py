@@ -400,7 +400,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def _fan_out(self, request: Request, group: _GroupKVBlocks) -> bool:
         """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
-        self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
+        self.coordinator.remove_skipped_blocks(request.request_id, self._num_read(request))
         new_blocks = self._new_blocks([_manager_blocks_beyond(m, num_tokens, group.paths) for m in self._managers])
         if new_blocks is None:
             return False
@@ -417,6 +417,11 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         group.update = RowUpdate(NewRows(tables, np.concatenate(copies).astype(np.int64)))
         return True
 
+    def _num_read(self, request: Request) -> int:
+        """Computed tokens, of which none is read whose block is freed: into that a KV connector may load at once."""
+        in_flight = 0 if self._taken_blocks is None else request.num_in_flight_tokens
+        return request.num_computed_tokens - in_flight
+
     def _trie_of(self, manager: SingleTypeKVCacheManager, request: Request, num_tokens: int) -> BlockTrie:
         """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
         held = manager.req_to_blocks[request.request_id]
@@ -432,9 +437,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def _grow(self, request: Request, num_new_tokens: int, group: _GroupKVBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
-        num_tokens = num_read = request.num_computed_tokens
-        if self._taken_blocks is not None:  # what is free may be loaded into at once, by a KV connector
-            num_read -= request.num_in_flight_tokens
+        num_tokens, num_read = request.num_computed_tokens, self._num_read(request)
         for number in self._skipping:
             manager = self._managers[number]
             num_skipped = _manager_blocks_skipped(manager, num_read)

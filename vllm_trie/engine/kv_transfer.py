@@ -50,8 +50,11 @@ class GroupKVTransfers(Scheduler):
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput, **kwargs: Any) -> Any:
         searching = {id_ for id_ in self.groups if self.kv_cache_manager.has_fanned_out(id_)}
-        taken = self.kv_cache_manager.pop_taken_blocks()
-        shown = _without_group_rows(scheduler_output, searching, taken) if searching or taken else scheduler_output
+        taken, shown = self.kv_cache_manager.pop_taken_blocks(), scheduler_output
+        # vLLM pads those of engines that draft; what pads them is not computed.
+        padding = {id_: len(ids) for id_, ids in shown.scheduled_spec_decode_tokens.items() if id_ in self.groups}
+        if searching or taken or padding:
+            shown = _without_group_rows(shown, searching, taken, padding)
         metadata = super()._build_kv_connector_meta(connector, shown, **kwargs)
         scheduler_output.new_block_ids_to_zero = shown.new_block_ids_to_zero  # the one field that connectors may set
         return metadata
@@ -154,7 +157,9 @@ def is_group_session(request: Request) -> bool:
     return request.resumable and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def _without_group_rows(output: SchedulerOutput, searching: set[str], taken: list[int]) -> SchedulerOutput:
+def _without_group_rows(
+    output: SchedulerOutput, searching: set[str], taken: list[int], padding: dict[str, int]
+) -> SchedulerOutput:
     """What a connector sees of a step.
 
     Args:
@@ -162,8 +167,11 @@ def _without_group_rows(output: SchedulerOutput, searching: set[str], taken: lis
         searching: Groups that have fanned out: they are left out.
         taken: Blocks that rows have taken, and will write. Whoever still reads them for somebody who had them before
             must know: they are shown as blocks that are copied to.
+        padding: Tokens of groups that are scheduled and not computed.
     """
-    scheduled = {id_: count for id_, count in output.num_scheduled_tokens.items() if id_ not in searching}
+    counts = output.num_scheduled_tokens
+    scheduled = {id_: count - padding.get(id_, 0) for id_, count in counts.items() if id_ not in searching}
+    drafts = output.scheduled_spec_decode_tokens
     state = output.kv_connector_block_state
     written = [KVCacheBlockCopy(block_id, block_id) for block_id in taken]
     return replace(
@@ -171,6 +179,7 @@ def _without_group_rows(output: SchedulerOutput, searching: set[str], taken: lis
         scheduled_cached_reqs=_without_groups(output.scheduled_cached_reqs, searching),
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={id_: ids for id_, ids in drafts.items() if id_ not in padding},
         kv_cache_block_copies=[*(output.kv_cache_block_copies or ()), *written] or None,
         kv_connector_block_state=replace(state, req_ids=state.req_ids - searching),
     )

@@ -46,7 +46,7 @@ def read_item_ids(text: str) -> Any:
     """What a JSON text says. A list of numbers as programs write it becomes `ItemIds`, in a third of the time.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is no JSON; zeros in front of a number may pass.
     """
     raw = text.encode() if text.isascii() else b""
     numbers, marks = raw[1:-1], raw.translate(None, b"0123456789")
@@ -55,6 +55,7 @@ def read_item_ids(text: str) -> Any:
     is_list = raw[:1] + raw[-1:] == b"[]" and marks == b"[" + separator * num_separators + b"]"
     if is_list and num_separators < MOST_EXCLUDED and 2 * separator not in separator + numbers + separator:
         ids = np.fromstring(numbers, np.int64, sep=",")
-        if ids.max() < np.iinfo(np.int64).max:  # which it makes of what is larger
+        # Of what is no JSON it may read a part; of what is larger it makes the largest.
+        if len(ids) == num_separators + 1 and ids.max() < np.iinfo(np.int64).max:
             return ItemIds(ids.tobytes())
     return json.loads(text)

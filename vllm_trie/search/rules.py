@@ -192,7 +192,7 @@ def search_candidates_stopping(
 ) -> torch.Tensor:
     """Which candidates [G, K] end in a stop token or complete a stop string."""
     stops, tokens = rules.stops, candidates.tokens
-    if completes is not None and not stops.are_barred:
+    if completes is not None and stops.may_complete:
         return completes.end(candidates, stops.classes(vocab_size, CPU).numpy().view(bool))
     if len(stops.ending_token_ids) == 1:
         return tokens == stops.ending_token_ids[0]

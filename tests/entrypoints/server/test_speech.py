@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import io
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +16,7 @@ from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest, TranscriptionSegment
 from vllm.logprobs import Logprob
 
-from tests.support.audio import EOS, FIRST_TIMESTAMP, PROMPT, START, make_whisper
+from tests.support.audio import ENGLISH, EOS, FIRST_TIMESTAMP, PROMPT, make_whisper
 from vllm_trie.entrypoints.server import speech
 
 STOCK = inspect.unwrap(SpeechToTextBaseServing._get_verbose_segments)
@@ -34,11 +36,11 @@ def request(**fields: Any) -> TranscriptionRequest:
     return TranscriptionRequest(file=UploadFile(io.BytesIO()), language="en", **fields)
 
 
-def segments(tokenizer: Any, asked: TranscriptionRequest, *tokens: int, start: float = 0.0) -> list[tuple[float, ...]]:
+def segments(asked: TranscriptionRequest, *tokens: int, start: float = 0.0) -> list[tuple[float, ...]]:
     speech._ends.set({0.0: 9.0, 30.0: 34.0})
     log_probs = [{token: Logprob(-1.0)} for token in tokens]
-    serving: Any = SimpleNamespace(tokenizer=tokenizer)
-    found = speech.get_all_segments.function(STOCK, serving, tokens, log_probs, asked, TranscriptionSegment, start)
+    of_part = tokens, log_probs, asked, TranscriptionSegment, start
+    found = speech.get_all_segments.function(STOCK, SimpleNamespace(tokenizer=Marking()), *of_part)
     return [(one.start, one.end, one.text.split()) for one in found]
 
 
@@ -46,55 +48,83 @@ BEAMS = {"use_beam_search": True}, {"vllm_xargs": {"beam_width": 4}}
 
 
 @pytest.mark.parametrize("fields", BEAMS, ids=str)
-def test_an_empty_answer_has_no_segments(tokenizer: Any, fields: dict[str, Any]) -> None:
-    assert segments(tokenizer, request(**fields), EOS) == []
-    assert segments(tokenizer, request(**fields)) == []
+def test_an_empty_answer_has_no_segments(fields: dict[str, Any]) -> None:
+    assert segments(request(**fields), EOS) == []
+    assert segments(request(**fields)) == []
     with pytest.raises(IndexError):  # of an ordinary request it is vLLM's
-        segments(tokenizer, request(), EOS)
+        segments(request(), EOS)
 
 
 @pytest.mark.parametrize("ends", [(), (EOS,)])
-def test_text_that_names_no_end_ends_with_its_part_of_the_recording(tokenizer: Any, ends: tuple[int, ...]) -> None:
+def test_text_that_names_no_end_ends_with_its_part_of_the_recording(ends: tuple[int, ...]) -> None:
     asked = request(use_beam_search=True)
-    assert segments(tokenizer, asked, 5, 6, *ends) == [(0.0, 9.0, ["w5", "w6"])]
+    assert segments(asked, 5, 6, *ends) == [(0.0, 9.0, ["w5", "w6"])]
     both = 5, at(2), at(3), 6, 7
-    assert segments(tokenizer, asked, *both, *ends) == [(0.0, 2.0, ["w5"]), (3.0, 9.0, ["w6", "w7"])]
-    later = segments(tokenizer, asked, *both, *ends, start=30.0)
+    assert segments(asked, *both, *ends) == [(0.0, 2.0, ["w5"]), (3.0, 9.0, ["w6", "w7"])]
+    later = segments(asked, *both, *ends, start=30.0)
     assert later == [(30.0, 32.0, ["w5"]), (33.0, 34.0, ["w6", "w7"])]
-    assert segments(tokenizer, request(), *both, *ends) == [(0.0, 2.0, ["w5"])], "vLLM loses it"
+    assert segments(request(), *both, *ends) == [(0.0, 2.0, ["w5"])], "vLLM loses it"
 
 
-def test_an_end_that_is_named_stays(tokenizer: Any) -> None:
+def test_an_end_that_is_named_stays() -> None:
     for tokens in ((5, at(2)), (5, at(2), EOS), (5, at(1), at(1), 6, at(12), EOS)):
-        expected = segments(tokenizer, request(), *tokens)
-        assert segments(tokenizer, request(use_beam_search=True), *tokens) == expected
+        expected = segments(request(), *tokens)
+        assert segments(request(use_beam_search=True), *tokens) == expected
 
 
 class Marking:
-    """A tokenizer of numbers, with Whisper's marks."""
+    """A tokenizer of numbers and words, with Whisper's marks."""
 
-    marks: ClassVar = {"<|startofprev|>": PREVIOUS, "<|startoftranscript|>": START}
+    marks: ClassVar = {"<|startofprev|>": PREVIOUS, "<|0.00|>": FIRST_TIMESTAMP, "<|en|>": ENGLISH}
+    eos_token_id = EOS
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if text in self.marks:
+            return [self.marks[text]]
         assert text.startswith(" ")
         assert not add_special_tokens
-        return [*map(int, text.split())]
+        return [self.marks.get(word) or int(word) for word in text.split()]
 
-    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
-        return [self.marks[token] for token in tokens]
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
+        return [self.marks.get(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [{number: token for token, number in self.marks.items()}[one] for one in ids]
 
 
-@pytest.mark.parametrize(("said", "kept"), [([3, 4], [3, 4]), ([*range(200)], [*range(200 - 63, 200)])])
-def test_what_was_said_before_is_marked_and_leaves_half_of_the_room(said: list[int], kept: list[int]) -> None:
-    part = {"type": "enc_dec", "decoder_prompt": {"prompt_token_ids": [START, 9, 9, *PROMPT]}}
-    speech._mark_what_was_said(part, " ".join(map(str, said)), Marking(), 128)
-    assert part["decoder_prompt"]["prompt_token_ids"] == [PREVIOUS, *kept, *PROMPT]
+def preprocessed(serving: Any, asked: TranscriptionRequest) -> tuple[list[Any], str | None]:
+    """The decoder's prompts of a recording of two parts, and what vLLM was told of what was said before."""
+    told = None
+
+    async def original(self: Any, request: TranscriptionRequest) -> Any:
+        nonlocal told
+        told = request.prompt
+        parts = [{"type": "enc_dec", "decoder_prompt": {"prompt_token_ids": PROMPT}} for _ in range(2)]
+        return parts, 34.0, [0.0, 30.0]
+
+    parts, _, _ = asyncio.run(speech.preprocess_speech.function(original, serving, asked))
+    assert asked.prompt in ("1 2 <|en|> 3", LONG)
+    return [part["decoder_prompt"]["prompt_token_ids"] for part in parts], told
 
 
-def test_a_model_without_the_mark_keeps_its_prompt(tokenizer: Any) -> None:
-    part = {"type": "enc_dec", "decoder_prompt": {"prompt_token_ids": PROMPT}}
-    speech._mark_what_was_said(part, "w1", tokenizer, 128)
-    assert part["decoder_prompt"]["prompt_token_ids"] == PROMPT
+LONG = " ".join(map(str, range(200)))
+WHISPER = SimpleNamespace(tokenizer=Marking(), model_config=SimpleNamespace(max_model_len=128))
+
+
+@pytest.mark.parametrize("fields", BEAMS, ids=str)
+def test_what_was_said_before_is_marked_and_leaves_half_of_the_room(fields: dict[str, Any]) -> None:
+    expected = [PREVIOUS, 1, 2, 3, *PROMPT]
+    assert preprocessed(WHISPER, request(prompt="1 2 <|en|> 3", **fields)) == ([expected] * 2, "")
+    expected = [PREVIOUS, *range(200 - 63, 200), *PROMPT]
+    assert preprocessed(WHISPER, request(prompt=LONG, **fields)) == ([expected] * 2, "")
+
+
+def test_what_vllm_does_for_others_stays(tokenizer: Any) -> None:
+    """Ordinary requests, models whose tokenizer lacks the marks, and those without timestamps, which keep none."""
+    beams = request(prompt=LONG, use_beam_search=True)
+    other, none = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace()
+    for serving, asked in ((WHISPER, request(prompt=LONG)), (other, beams), (none, beams)):
+        assert preprocessed(serving, asked) == ([PROMPT] * 2, LONG)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.logprobs import Logprob
@@ -16,8 +16,15 @@ from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.server.server import SpeechRequest
 from vllm_trie.options.request import options_ask_for_beams
 
-PREVIOUS, START = "<|startofprev|>", "<|startoftranscript|>"  # Whisper's marks of what was said before, and of a text
+MARKS = ["<|startofprev|>", "<|0.00|>"]  # of the fields of `SpeechMarks`
 _ends: ContextVar[dict[float, float]] = ContextVar("trie_beam_speech_ends")  # by the second at which a part begins
+
+
+class SpeechMarks(NamedTuple):
+    """Tokens of Whisper's."""
+
+    previous: int  # before what was said before
+    first: int  # of the timestamps, of which there are 50 a second
 
 
 def speech_asks_for_beams(request: SpeechRequest) -> bool:
@@ -34,27 +41,38 @@ async def preprocess_speech(
     **kwargs: Any,
 ) -> tuple[list[Any], float, list[float]]:
     """The parts of a recording, how long it is, and when each begins."""
+    marks = speech_marks(self) if speech_asks_for_beams(request) else None
+    if marks is None:
+        return await original(self, request, *args, **kwargs)
+    said = request.prompt
+    request.prompt = ""  # before which vLLM 0.32 would write `<|prev|>`, which is no token of Whisper's
     parts, duration, starts = await original(self, request, *args, **kwargs)
-    if speech_asks_for_beams(request):
-        _ends.set(dict(zip(starts, [*starts[1:], duration], strict=True)))
-        for part in parts if request.prompt else ():
-            _mark_what_was_said(part, request.prompt, self.tokenizer, self.model_config.max_model_len)
+    request.prompt = said
+    _ends.set(dict(zip(starts, [*starts[1:], duration], strict=True)))
+    before = _said_before(said, marks, self.tokenizer, self.model_config.max_model_len) if said else []
+    for part in parts:
+        decoder = part["decoder_prompt"]
+        decoder["prompt_token_ids"] = [*before, *decoder["prompt_token_ids"]]
     return parts, duration, starts
 
 
-def _mark_what_was_said(part: Any, text: str, tokenizer: Any, max_model_len: int) -> None:
-    """Let the prompt of a part begin as Whisper's does: vLLM 0.32 writes `<|prev|>`, which is no token of Whisper's.
+def speech_marks(serving: SpeechToTextBaseServing) -> SpeechMarks | None:
+    """Whisper's marks of what was said before, and of the first timestamp; None for other models."""
+    if (tokenizer := getattr(serving, "tokenizer", None)) is None:  # a model without timestamps
+        return None
+    marks = tokenizer.convert_tokens_to_ids(MARKS)
+    is_whisper = None not in marks and tokenizer.convert_ids_to_tokens(marks) == MARKS
+    return SpeechMarks(*marks) if is_whisper else None
 
-    Half of all tokens are for the answer. Source: transformers 5.19 `WhisperTokenizer.get_prompt_ids`.
+
+def _said_before(text: str, marks: SpeechMarks, tokenizer: Any, max_model_len: int) -> list[int]:
+    """What was said before, as Whisper has it in front of a prompt: its last tokens, half of all are for the answer.
+
+    Marks in it count for nothing. Source: transformers 5.19 `WhisperTokenizer.get_prompt_ids`.
     """
-    marks = tokenizer.convert_tokens_to_ids([PREVIOUS, START])
-    if part["type"] != "enc_dec" or tokenizer.convert_ids_to_tokens(marks) != [PREVIOUS, START]:
-        return  # another model than Whisper
-    decoder, (previous, start) = part["decoder_prompt"], marks
-    tokens = decoder["prompt_token_ids"]
-    said = tokenizer.encode(f" {text.strip()}", add_special_tokens=False)[-(max_model_len // 2 - 1) :]
-    last_start = len(tokens) - 1 - tokens[::-1].index(start)
-    decoder["prompt_token_ids"] = [previous, *said, *tokens[last_start:]]
+    tokens = tokenizer.encode(f" {text.strip()}", add_special_tokens=False)
+    said = [token for token in tokens if token < tokenizer.eos_token_id]  # the first of all marks
+    return [marks.previous, *said[-(max_model_len // 2 - 1) :]]
 
 
 @wraps_vllm("_get_verbose_segments", SpeechToTextBaseServing)
@@ -67,13 +85,14 @@ def get_all_segments(
     """The segments of an answer: none of an empty one, and the last ends with the recording if it names no end."""
     call = arguments_to_vllm(original, self, *args, **kwargs)
     tokens, start_time = call["tokens"], call["start_time"]
-    if not speech_asks_for_beams(call["request"]):
+    marks = speech_marks(self) if speech_asks_for_beams(call["request"]) else None
+    if marks is None:
         return original(**call)
     if tokens and tokens[-1] == self.tokenizer.eos_token_id:
         tokens = tokens[:-1]
     if not tokens:
         return []
-    first = self.tokenizer.encode("<|0.00|>", add_special_tokens=False)[0]  # of the timestamps: 50 a second
+    first = marks.first
     if tokens[-1] < first:
         last = next((token for token in reversed(tokens) if token >= first), first)
         end = max(last, first + round((_ends.get()[start_time] - start_time) * 50))

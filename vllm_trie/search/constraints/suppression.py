@@ -43,6 +43,6 @@ class SuppressionConstraint(Constraint):
         """See `Constraint`."""
         device = logprobs.device
         logprobs = logprobs.index_fill(-1, search_constant(self.anywhere, device), NEVER)
-        bounds = torch.where(states, -NEVER, NEVER)[..., None].to(logprobs.dtype)
         at_first = search_constant(self.at_first, device)
-        return logprobs.index_copy_(-1, at_first, torch.minimum(logprobs.index_select(-1, at_first), bounds))
+        own = logprobs.index_select(-1, at_first).masked_fill_(~states[..., None], NEVER)
+        return logprobs.index_copy_(-1, at_first, own)

@@ -1,0 +1,89 @@
+"""Clips whose words are known, how answers are compared, and the tables of speech on their smallest setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.harness import Setting
+from benchmarks.peers.whisper import Hypothesis
+from benchmarks.tables import hearing, speech
+from benchmarks.whisper_base import get
+from benchmarks.whisper_base.speech import RATE, SPEAKER, as_wav, clips, speaker_is_here, word_error_rate
+from tests.support.engine import Engines
+
+needs_speaker = pytest.mark.skipif(not speaker_is_here(), reason=f"{SPEAKER} is not installed")
+
+
+@needs_speaker
+def test_clips_are_distinct_and_last_seconds() -> None:
+    spoken = clips(60)
+    assert len({clip.sound.tobytes() for clip in spoken}) == len(spoken)
+    assert {clip.language for clip in spoken[:6]} == {*hearing.LANGUAGES}
+    for clip in spoken:
+        assert 1.5 * RATE <= len(clip.sound) <= 15 * RATE
+        assert clip.sound.dtype == np.float32
+        assert 0.1 < np.abs(clip.sound).max() < 1.2
+
+
+@needs_speaker
+def test_the_first_clips_do_not_depend_on_how_many_there_are() -> None:
+    for one, other in zip(clips(3), clips(9), strict=False):
+        assert one.text == other.text
+        assert np.array_equal(one.sound, other.sound)
+
+
+def test_a_file_of_a_sound_cuts_peaks_off() -> None:
+    samples = np.frombuffer(as_wav(np.array([0.5, 1.1, -1.1], np.float32))[-6:], "<i2")
+    assert samples.tolist() == [16383, 32767, -32767]
+
+
+def test_word_error_rate_counts_words_but_no_case_and_no_punctuation() -> None:
+    assert word_error_rate(["The FERRY leaves!"], ["the ferry leaves"]) == 0
+    assert word_error_rate(["The ferry stays", "at noon"], ["The ferry leaves", "at noon"]) == pytest.approx(1 / 5)
+    assert word_error_rate([""], ["at noon"]) == 1
+
+
+def test_hypotheses_are_compared_rank_by_rank() -> None:
+    theirs = [[Hypothesis([1, 2], -0.1), Hypothesis([1, 3], -0.2), Hypothesis([4], -0.20001), Hypothesis([5], -0.3)]]
+    ours = [[theirs[0][0], theirs[0][2], theirs[0][1], Hypothesis([6], -0.4)]]
+    *counts, most = hearing.compared(ours, theirs)
+    assert (counts, most) == ([4, 1, 2, 1], pytest.approx(0.1))
+
+
+def test_models_that_do_not_hear_have_no_tables_of_speech(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--size", "minimal", "--only", "speech", "hearing", "--out", str(tmp_path)]) == 0
+    assert "speech is left out: it needs --model whisper-base" in capsys.readouterr().out
+    assert not Setting().hears
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.usefixtures("speech_model")
+@needs_speaker
+def test_speech_is_measured_beside_its_peers_and_hears_what_transformers_hears(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.close()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    tables = ["speech", "speech_parts", "hearing"]
+    options = ["--model", get.NAME, "--size", "minimal", "--repeats", "1", "--out", str(tmp_path)]
+    assert main([*options, "--only", *tables]) == 0
+    of_table = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in tables}
+    rows = {
+        name: [dict(zip(content["columns"], row, strict=True)) for cell in content["cells"] for row in cell["rows"]]
+        for name, content in of_table.items()
+    }
+    searches = {speech.OURS, speech.CTRANSLATE2, speech.TRANSFORMERS}
+    assert {row["search"] for row in rows["speech"]} == {*searches, speech.CLIENT_LOOP}
+    assert {row["search"] for row in rows["speech_parts"]} == searches
+    for row in rows["speech_parts"]:
+        parts = row["features"] + row["encoder"] + row["decoder"]
+        assert 0 < parts <= row["whole"]
+    for row in rows["hearing"]:
+        assert row["identical"] + row["near-ties"] == row["hypotheses"]
+        assert row["max |Δ score|"] < 1e-4
