@@ -6,12 +6,13 @@ when it is complete.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 CACHE = "VLLM_TRIE_CACHE"  # the variable that names another cache folder
+INTERRUPTED = 130  # the exit status
 STDERR = 2  # by its number: under a test runner sys.stderr may be no file
 
 
@@ -77,6 +79,30 @@ def _reason(stderr: str) -> str:
     """The first error that pip names, or what was said last."""
     lines = stderr.strip().splitlines() or ["failed"]
     return next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), lines[-1])
+
+
+def tell_folders(program: str, description: str, folders: Mapping[str, Callable[[], Path]]) -> int | str:
+    """What the command of a model does: fetch it if need be, and print its folders. Returns its exit status.
+
+    Args:
+        program: As it is called.
+        folders: By name, what returns a folder.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("which", nargs="?", choices=folders, help="print the folder of this one alone")
+    which = parser.parse_args().which
+    try:
+        if which is not None:
+            print(folders[which]())
+        else:
+            for name, folder in folders.items():
+                print(f"{name}: {folder()}")
+    except UnavailableError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
 
 
 def say(text: str) -> None:

