@@ -87,7 +87,7 @@ def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chu
         ("7", ", line 3: Expected "),
         ('{"tokens": "a"}', ", line 3: Expected "),
         ('{"tokens": [1], "id": "a"}', ", line 3: Expected "),
-        (b'"\xff"', ", line 3: 'utf-8' codec can't decode byte 0xff"),
+        (b'"\xff"', ", line 3: "),  # what follows, versions of msgspec say differently
         ("[]", ", line 3 has no tokens"),
         ('{"tokens": []}', ", line 3 has no tokens"),
         ("[1, -1]", ", line 3 has token -1; tokens are 0 to 99"),

@@ -107,7 +107,7 @@ def test_only_stop_strings_are_looked_for_on_the_host() -> None:
 
     rules, beside = rules_of(WIDTH, stops=(1,)), torch.arange(12, dtype=torch.int32).view(3, 4)
     for is_barred, sees in ((False, True), (False, False), (True, True)):
-        of_rules = rules._replace(stops=rules.stops._replace(are_barred=is_barred))
+        of_rules = rules._replace(stops=rules.stops._replace(strings=("x",), are_barred=is_barred))
         with patch.object(stops, "is_searched_on_host", lambda _, sees=sees: sees):
             inputs = SearchInputs(completes=StopStringConstraint(judge, beside).of_rows(2))
             take_search_step(of_rules, torch.randn(2, WIDTH, 30), SearchBeams(torch.zeros(2, WIDTH)), inputs)
