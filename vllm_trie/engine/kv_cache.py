@@ -437,10 +437,10 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def _grow(self, request: Request, num_new_tokens: int, group: _GroupKVBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
-        num_tokens, num_read = request.num_computed_tokens, self._num_read(request)
+        num_tokens = request.num_computed_tokens
         for number in self._skipping:
             manager = self._managers[number]
-            num_skipped = _manager_blocks_skipped(manager, num_read)
+            num_skipped = _manager_blocks_skipped(manager, self._num_read(request))
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
             group.tries[number].skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()

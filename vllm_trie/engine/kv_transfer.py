@@ -134,8 +134,7 @@ class GroupKVTransfers(Scheduler):
 
     def _forget_who_was_held_back(self) -> None:
         """Before a step: let `deferred_waiting` have groups that are held back in it alone."""
-        if self.connector is not None:
-            self.deferred_waiting.difference_update(self.requests[group_id] for group_id in self.groups)
+        self.deferred_waiting.difference_update(self.requests[group_id] for group_id in self.groups)
 
     def _waits_for_connector(self, request: Request) -> bool:
         """Whether a request that finds no blocks may find some later, or was held back in this step."""

@@ -224,7 +224,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
         self._now = _StepState(sessions=[*filter(is_group_session, self.kv_holding_waiting)])
-        self._forget_who_was_held_back()
+        if self.connector is not None:
+            self._forget_who_was_held_back()
         budget_of_other_rows, admission_limit = self._plan_rows(), self.max_num_active_reqs
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
