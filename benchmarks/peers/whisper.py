@@ -1,9 +1,11 @@
-"""Whisper in transformers and in CTranslate2: features, encoder, and search after a prompt of the decoder."""
+"""Whisper in transformers and in CTranslate2: features, encoder, and search after a prompt of the decoder.
+
+Both leave out what the model's generation configuration suppresses, as searches in the engine do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,6 @@ import numpy as np
 from benchmarks.peers.ctranslate2 import COMPUTE_TYPE, threads
 from benchmarks.whisper_base import get
 from benchmarks.whisper_base.speech import RATE
-
-SUPPRESSES = False  # whether all leave out the tokens that the model's generation configuration suppresses
 
 
 class Hypothesis(NamedTuple):
@@ -38,10 +38,7 @@ class WhisperInTransformers:
         logging.set_verbosity_error()
         self._model = WhisperForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self._extractor = WhisperFeatureExtractor.from_pretrained(model)
-        configuration = self._model.generation_config
-        self._end = configuration.eos_token_id
-        if not SUPPRESSES:
-            configuration.suppress_tokens = configuration.begin_suppress_tokens = None
+        self._end = self._model.generation_config.eos_token_id
 
     def features(self, sounds: Sequence[np.ndarray]) -> Any:
         """[sounds, mel bands, 3000]"""
@@ -114,10 +111,6 @@ class WhisperInCTranslate2:
             str(folder), device="cpu", compute_type=COMPUTE_TYPE, inter_threads=1, intra_threads=threads()
         )
 
-    @cached_property
-    def _suppression(self) -> dict[str, Any]:
-        return {} if SUPPRESSES else {"suppress_tokens": [], "suppress_blank": False}
-
     def features(self, sounds: Sequence[np.ndarray]) -> Any:
         """[sounds, mel bands, 3000]"""
         return self._tensor(self._extractor(list(sounds), sampling_rate=RATE, return_tensors="np").input_features)
@@ -136,6 +129,5 @@ class WhisperInCTranslate2:
             beam_size=width,
             max_length=2 * num_tokens,  # of which at most half follow the prompt
             return_scores=True,
-            **self._suppression,
         )
         return [[Hypothesis(one.sequences_ids[0], one.scores[0])] for one in found]

@@ -79,6 +79,7 @@ TABLE = Table(
     measure,
     "identical: the tokens of the hypothesis at the same rank of generate(num_beams=b, num_return_sequences=b), "
     f"{BATCH} clips in a batch; near-ties: tokens differ and the scores at that rank by less than {NEAR_TIE}; score: "
-    f"mean log p; at most {NUM_TOKENS} tokens, none of them suppressed, no rules of timestamps in either",
+    f"mean log p; at most {NUM_TOKENS} tokens, what the model's generation configuration suppresses left out "
+    "by both, no rules of timestamps in either",
     is_of_speech=True,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common import generate, timed
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.peers.whisper import SUPPRESSES, Hypothesis, WhisperInCTranslate2, WhisperInTransformers
+from benchmarks.peers.whisper import Hypothesis, WhisperInCTranslate2, WhisperInTransformers
 from benchmarks.significance import paired
 from benchmarks.whisper_base.speech import RATE, SPEAKER, Clip, clips, speaker_is_here, word_error_rate
 from vllm_trie import beam_params
@@ -122,8 +122,7 @@ def spoken(count: int) -> list[Clip]:
 
 def engine(bench: Bench) -> Any:
     """An `LLM` with beams that computes the features of every sound anew."""
-    configuration = "auto" if SUPPRESSES else "vllm"  # the latter: nothing of the model's generation configuration
-    return bench.engine(mm_processor_cache_gb=0, generation_config=configuration)
+    return bench.engine(mm_processor_cache_gb=0)
 
 
 def peers(bench: Bench) -> dict[str, WhisperInTransformers | WhisperInCTranslate2]:
@@ -175,8 +174,9 @@ TABLE = Table(
     measure,
     "clips of one sentence or two in five languages, said by espeak-ng; whole calls, from sound to text, features "
     "included, medians; words/s: words that were said; the searches take turns on every batch, and each batch has "
-    f"clips of its own; at most {NUM_TOKENS} tokens, none of them suppressed, no timestamps; greedy: "
-    "of ours an ordinary request in the same engine, of CTranslate2 (in float32, whatever the others have) and "
+    f"clips of its own; at most {NUM_TOKENS} tokens, no timestamps; what the model's generation "
+    "configuration suppresses is left out, but by vLLM's ordinary requests and its loop; greedy: of ours an ordinary "
+    "request in the same engine, of CTranslate2 (in float32, whatever the others have) and "
     f"transformers also what one beam is; all of ours return b answers, the others the best; {CLIENT_LOOP} encodes "
     f"the sound again for every token of every beam: measured once, with {LOOP_WIDTH} beams and {LOOP_TOKENS} tokens, "
     "which it always takes, as it does not stop when no beam can win any more; times: geometric mean of ratios",

@@ -28,8 +28,8 @@ class GroupKVTransfers(Scheduler):
 
     kv_cache_manager: BeamKVCacheManager
 
-    def _open_books(self, answers: GroupPrefixCache) -> None:
-        """Begin without groups.
+    def _begin_groups(self, answers: GroupPrefixCache) -> None:
+        """Begin without groups. With a connector, blocks are freed when no step writes them, and taken ones are noted.
 
         Args:
             answers: Enters what they find into the prefix cache.

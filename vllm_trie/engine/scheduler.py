@@ -111,7 +111,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.outbox = EngineOutbox()
         has_draft_kv = speculative_config_drafts(self.vllm_config) == "model"
-        self._open_books(GroupPrefixCache(self.kv_cache_manager, has_draft_kv))
+        self._begin_groups(GroupPrefixCache(self.kv_cache_manager, has_draft_kv))
         self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes, config.exclude)
         wrap_vllm("vllm_trie.engine.catalogs")
