@@ -112,21 +112,24 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def alternate(
-    runs: dict[str, Callable[[], object]], repeats: int, most_seconds: float = math.inf
+    runs: dict[str, Callable[[], object]], repeats: int, most_seconds: float = math.inf, title: str = ""
 ) -> dict[str, list[float]]:
     """Time every run `repeats` times in turn, A B C A B C ..., after one warm-up of each.
 
-    Once `most_seconds` are spent on it, no further turn begins.
+    Once `most_seconds` are spent on it, no further turn begins. With a `title` a progress bar counts the runs.
     """
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    start = time.perf_counter()
-    for number in range(repeats):
-        if number and time.perf_counter() - start > most_seconds:
-            break
-        for name, run in runs.items():
-            seconds[name].append(timed(run))
+    with tqdm(total=(1 + repeats) * len(runs), desc=title, leave=False, disable=not title) as progress:
+        for run in runs.values():
+            run()
+            progress.update()
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        start = time.perf_counter()
+        for number in range(repeats):
+            if number and time.perf_counter() - start > most_seconds:
+                break
+            for name, run in runs.items():
+                seconds[name].append(timed(run))
+                progress.update()
     return seconds
 
 

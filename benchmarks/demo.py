@@ -1,4 +1,4 @@
-"""`make demo`: beam search inside vLLM on a real model, beside what vLLM has, all of it measured on the spot."""
+"""`make demo`: beam search inside vLLM on a real model, compared with what vLLM has; all is measured on the spot."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from benchmarks.common import (
     BLOCK_SIZE,
@@ -24,6 +26,9 @@ from benchmarks.common import (
 from benchmarks.demo_prompts import Subject, Task, real, toy
 from benchmarks.model_wheels import UnavailableError
 from benchmarks.watch import total_counts, watched
+from benchmarks.whisper_base import get as whisper
+from benchmarks.whisper_base.speech import RATE, SENTENCES, speaker_is_here
+from benchmarks.whisper_base.speech import say as spoken
 from vllm_trie import beam_params
 
 WIDTH = 4
@@ -33,7 +38,17 @@ TIMED_TOKENS = 32
 BLOCKS_PROMPT, BLOCKS_TOKENS = 256, 64
 LAYERS = 4
 LONGEST_SHOWN = 240  # characters of a question
+SPEECH_WIDTH = 5
+NEXT = """Three things to try next, in this folder:
+- your own prompts:     . .venv/bin/activate; export MODEL=$(python -m benchmarks.smollm2 model)
+                        vllm serve "$MODEL" --served-model-name smollm2 --plugin trie_beam \\
+                            --kv-cache-memory-bytes 1073741824
+                        and the client of README.md
+- a search to look at:  examples/playground, a page that asks this server and draws the trie of the beams
+- items by their ids:   examples/retrieve, a million items, searched by beams that find items alone"""
 INTERRUPTED = 130
+MINUTES = 6
+START = "about 20 seconds"
 ENGINE = {"in_process": True, "enforce_eager": True, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
 # Without it the model fills a JSON answer with blanks.
 GRAMMARS = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -64,9 +79,14 @@ def _real_or_toy() -> Subject:
 
 
 def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
-    """Answer the tasks, count blocks, take times, and speculate."""
+    """Answer the tasks, count blocks, take times, speculate, and hear a sentence where that can be."""
     tasks = subject.tasks[:num_tasks]
-    say(f"The model is {subject.told}.", "Starting vLLM with it ...")
+    hears = whisper.is_at_hand() and speaker_is_here()
+    say(
+        f"The model is {subject.told}. The demo shows 1. answers, 2. memory, 3. time, 4. a draft model"
+        f"{', 5. speech' if hears else ''}. It takes about {MINUTES} minutes on two idle cores, more on busy ones.",
+        f"Starting vLLM with the model ({START}) ...",
+    )
     llm = make_engine(model=subject.model, dtype=subject.dtype, **ENGINE, **GRAMMARS)
     say(
         f"1. ANSWERS. Greedy decoding takes the likeliest token at each step. Beam search keeps the {WIDTH} likeliest "
@@ -114,12 +134,20 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
         "- times plain: 2 means twice as long as plain beams.\n"
         "- same best answer: in bfloat16 a forward of more rows rounds otherwise, so beams with nearly equal scores "
         "may change places; in float32 all are the same.",
-        "Starting vLLM with a draft model ...",
+        f"Starting vLLM with a draft model ({START}) ...",
     )
     draft = {"method": "draft_model", "model": str(subject.draft), "num_speculative_tokens": LAYERS}
     llm = make_engine(model=subject.model, dtype=subject.dtype, speculative_config=draft, **ENGINE, **GRAMMARS)
     speculate(llm, [task for task in tasks if task.schema is None], repeats)
     stop(llm)
+    if hears:
+        say(
+            f"5. SPEECH. Whisper base hears a sentence that espeak-ng says. The encoder runs once for all "
+            f"{SPEECH_WIDTH} beams, where vLLM's own loop runs it for each token of each beam.",
+            f"Starting vLLM with Whisper ({START}) ...",
+        )
+        hear(SENTENCES["en"][0])
+    say(NEXT)
 
 
 def say(*paragraphs: str) -> None:
@@ -141,7 +169,8 @@ class Found(NamedTuple):
 def answer(llm: Any, task: Task) -> None:
     """Answer one prompt in three ways, one after the other."""
     prompt = task.prompt(llm.get_tokenizer())
-    found = [*_greedy(llm, task, prompt), *_in_the_engine(llm, task, prompt), _own_loop(llm, task, prompt)]
+    ways = tqdm((_greedy, _in_the_engine, _own_loop), desc=task.name, leave=False)
+    found = [one for way in ways for one in way(llm, task, prompt)]
     beginning = textwrap.shorten(task.text, LONGEST_SHOWN) if task.is_chat else task.text.rstrip()
     say(f"Asked for {task.name}: {beginning}")
     show(
@@ -204,7 +233,7 @@ def _in_the_engine(llm: Any, task: Task, prompt: str) -> list[Found]:
     ]
 
 
-def _own_loop(llm: Any, task: Task, prompt: str) -> Found:
+def _own_loop(llm: Any, task: Task, prompt: str) -> list[Found]:
     from vllm.sampling_params import BeamSearchParams
 
     from vllm_trie.entrypoints.llm import llm_beam_search
@@ -215,7 +244,7 @@ def _own_loop(llm: Any, task: Task, prompt: str) -> Found:
     tokenizer = llm.get_tokenizer()
     tokens = best.tokens[len(tokenizer(prompt)["input_ids"]) :]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return Found(f"{WIDTH} beams, vLLM's own loop", best.cum_logprob, len(tokens), seconds, text)
+    return [Found(f"{WIDTH} beams, vLLM's own loop", best.cum_logprob, len(tokens), seconds, text)]
 
 
 def count_blocks(llm: Any, tasks: Sequence[Task]) -> None:
@@ -224,7 +253,7 @@ def count_blocks(llm: Any, tasks: Sequence[Task]) -> None:
     tokens = [token for task in tasks for token in tokenizer(task.prompt(tokenizer))["input_ids"]]
     prompt = (tokens * BLOCKS_PROMPT)[:BLOCKS_PROMPT]
     rows = []
-    for width in WIDTHS:
+    for width in tqdm(WIDTHS, desc="searches", leave=False):
         params = beam_params(width, max_tokens=BLOCKS_TOKENS, ignore_eos=True)
         peak = max(watched(llm, prompt, params, width).used)
         unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
@@ -255,6 +284,7 @@ def take_times(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
                 "engine": partial(llm.generate, prompts, beam_params(width, n=width, **options), use_tqdm=False),
             },
             repeats,
+            title=f"{width} beams",
         )
         medians = (f"{statistics.median(seconds[name]):.2f}" for name in ("engine", "sampling", "loop"))
         ratios = (median_ratio(seconds[name], seconds["engine"]) for name in ("sampling", "loop"))
@@ -273,7 +303,8 @@ def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
     ways = {"plain beams": "off", "drafts in every step": "exact", "drafts where they pay": "auto"}
     params = {way: beam_params(WIDTH, max_tokens=TIMED_TOKENS, speculation=own) for way, own in ways.items()}
     found = {way: one_at_a_time(llm, prompts, own) for way, own in params.items()}
-    seconds = alternate({way: partial(one_at_a_time, llm, prompts, own) for way, own in params.items()}, repeats)
+    runs = {way: partial(one_at_a_time, llm, prompts, own) for way, own in params.items()}
+    seconds = alternate(runs, repeats, title="rounds")
     plain, *_ = found.values()
     rows = []
     for way, outputs in found.items():
@@ -295,6 +326,29 @@ def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
         ("way", "steps per forward", "drafts accepted", "seconds", "times plain", "same best answer"),
         rows,
     )
+
+
+def hear(sentence: str) -> None:
+    """Transcribe a spoken sentence, greedily and by beams."""
+    from vllm import SamplingParams
+
+    llm = make_engine(model=whisper.model(), max_model_len=448, **{**ENGINE, "max_num_seqs": SPEECH_WIDTH})
+    marks = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+    prompt = {
+        "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (spoken(sentence, "en"), RATE)}},
+        "decoder_prompt": {"prompt_token_ids": llm.get_tokenizer().convert_tokens_to_ids(marks)},
+    }
+    ways = {
+        "greedy": SamplingParams(temperature=0, max_tokens=64, logprobs=0),
+        f"{SPEECH_WIDTH} beams in the engine": beam_params(SPEECH_WIDTH, max_tokens=64),
+    }
+    rows = []
+    for way, params in tqdm(ways.items(), desc="hearing", leave=False):
+        (output,), seconds = _measured(lambda params=params: llm.generate([prompt], params, use_tqdm=False))
+        best = output.outputs[0]
+        rows.append((way, f"{best.cumulative_logprob:.2f}", f"{1000 * seconds:.0f}", best.text.strip()))
+    show(f"Said: {sentence}", ("way", "log p", "ms", "answer"), rows)
+    stop(llm)
 
 
 def _tokens(output: Any) -> list[int]:

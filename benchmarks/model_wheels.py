@@ -35,12 +35,17 @@ class Wheel(NamedTuple):
     sha256: str
 
 
+def cached(name: str) -> Path:
+    """Where a folder of the cache lies, once it is made."""
+    return Path(os.environ.get(CACHE) or user_cache_path("vllm_trie")) / name
+
+
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """A folder of the cache, made under another name by the first process that asks, and renamed when complete."""
-    cache = Path(os.environ.get(CACHE) or user_cache_path("vllm_trie"))
-    folder = cache / name
+    folder = cached(name)
     if folder.is_dir():
         return folder
+    cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{name}.lock"):
         if not folder.is_dir():

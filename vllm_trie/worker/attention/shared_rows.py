@@ -118,6 +118,8 @@ class SharedAttentionTokens(NamedTuple):
 
     def on_host(self) -> SharedAttentionTokens:
         """The same, where a look at what the device knows costs nothing."""
+        if not (self.unseen or isinstance(self.trees, torch.Tensor)):
+            return self
         rows, lengths = self.rows.copy(), self.lengths.copy()
         for tokens, of_rows, of_lengths in self.unseen:
             rows[tokens], lengths[tokens] = of_rows.numpy(), of_lengths.numpy()
@@ -154,11 +156,13 @@ def shared_attention_tokens(
         sees_all: Keys are not those of the rows' own tokens, and each token sees all of them.
     """
     rows = np.concatenate([group.places for group in groups])
-    counts = np.diff(query_starts)[rows]
-    row_of_token = np.repeat(rows, counts)
-    seen = np.repeat(lengths[rows], counts) if sees_all else search_spans(lengths[rows] - counts + 1, counts)
-    first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
-    starts = np.append(0, counts.cumsum())[first_rows]
+    counts = query_starts[rows + 1] - query_starts[rows]
+    starts = np.cumsum([0, *(len(group.places) for group in groups)])
+    row_of_token, places, seen = rows, query_starts[rows], lengths[rows]
+    if counts.max() > 1:
+        row_of_token, places = np.repeat(rows, counts), search_spans(places, counts)
+        seen = np.repeat(seen, counts) if sees_all else search_spans(seen - counts + 1, counts)
+        starts = np.append(0, counts.cumsum())[starts]
     tree_starts: np.ndarray = seen
     trees: np.ndarray | torch.Tensor = np.zeros((len(seen), 1), dtype=np.int64)
     if any(group.trees is not None for group in groups):
@@ -170,7 +174,7 @@ def shared_attention_tokens(
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedAttentionTokens(
-        *(search_spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
+        *(places.astype(np.int32), row_of_token.astype(np.int32)),
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
         [*_unseen_attention_tokens(groups, starts.tolist())],

@@ -118,7 +118,7 @@ class KVCaches:
         self._tokens = [_distinct_kv_layers(of_group) for of_group in by_token]
         self.tables, self.device = tables, self._blocks[0].device
         self._is_on_host = is_searched_on_host(self.device)
-        self._indexable_blocks: list[Any] = [blocks.numpy() if self._is_on_host else blocks for blocks in self._blocks]
+        self._indexable_blocks = [self.indexable(blocks) for blocks in self._blocks]
         self._layers = [[_KVLayer.of(layer, self._is_on_host) for layer in of_group] for of_group in self._tokens]
         # By KV cache group, tokens of a block; 0 where it is not known how they lie there.
         self.tokens_of_block = [math.prod(of_group[0].places) if of_group else 0 for of_group in self._tokens]
@@ -131,7 +131,7 @@ class KVCaches:
         host's memory cost more to have than to fill, are held only there, and if a block is source and destination.
         """
         if set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist()):
-            at = self._indices(*pairs.T)
+            at = self.indices(*pairs.T)
             for layer in self._indexable_blocks:
                 copy_kv_entries(layer, *at)
             return
@@ -159,7 +159,7 @@ class KVCaches:
         for layer in self._layers[number]:
             if layer.places not in split:  # which many layers have in common
                 split[layer.places] = [
-                    (which_places, self._indices(*pairs[which].T))
+                    (which_places, self.indices(*pairs[which].T))
                     for which_places, which in _kv_parts_of_places(layer.places, *parts.T)
                 ]
             for which_places, at in split[layer.places]:
@@ -179,11 +179,15 @@ class KVCaches:
         at = dict[tuple[int, ...], tuple[Any, ...]]()
         for contents, places, *_ in self._layers[number]:
             if places not in at:
-                at[places] = self._indices(*np.unravel_index(slots, (len(contents), *places)))
+                at[places] = self.indices(*np.unravel_index(slots, (len(contents), *places)))
             yield contents, at[places]
 
-    def _indices(self, *indices: np.ndarray) -> tuple[Any, ...]:
-        """What indexes layers, as numpy sees them on hosts."""
+    def indexable(self, tensor: torch.Tensor) -> Any:
+        """A tensor of this device, on hosts as numpy sees it."""
+        return tensor.numpy() if self._is_on_host else tensor
+
+    def indices(self, *indices: np.ndarray) -> tuple[Any, ...]:
+        """What indexes it."""
         return indices if self._is_on_host else (*uploaded_together_for_search(indices, self.device),)
 
     @property

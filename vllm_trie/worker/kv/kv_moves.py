@@ -144,19 +144,20 @@ def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> N
     What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
     next ones by now, nobody reads generated tokens at all.
     """
-    slots, sources = uploaded_for_search(rows[:2], kv.device)
     num_common, num_tokens = rows[2:]
+    slots, sources = kv.indices(*rows[:2])
     least, most = int(num_tokens.min()), int(num_tokens.max())
-    history = tokens[:, num_common.min() : most]
-    history.index_copy_(0, slots, history.index_select(0, sources))
+    history = kv.indexable(tokens)[:, num_common.min() : most]
+    history[slots] = history[sources]
     for table, block_size, _ in kv.tables:
-        num_columns = most // block_size
-        full = table[:, :num_columns]
-        blocks = full.index_select(0, sources)
-        if least // block_size < num_columns:
-            is_full = np.arange(num_columns) < (num_tokens // block_size)[:, None]
-            blocks = blocks.where(uploaded_for_search(is_full, kv.device), full.index_select(0, slots))
-        full.index_copy_(0, slots, blocks)
+        num_columns, blocks = most // block_size, kv.indexable(table)
+        if least // block_size == num_columns:
+            full = blocks[:, :num_columns]
+            full[slots] = full[sources]
+        else:
+            which, columns = (np.arange(num_columns) < (num_tokens // block_size)[:, None]).nonzero()
+            to, from_, at = kv.indices(*rows[:2, which], columns)
+            blocks[to, at] = blocks[from_, at]
 
 
 def kv_moves_of_tails(rows: np.ndarray, kv: KVCaches) -> KVMoves:

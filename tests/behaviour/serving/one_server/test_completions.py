@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from benchmarks.server import Server
-from tests.support.documents import CLIENT, README_CLIENT, Example, run_here
+from tests.support.documents import CLIENT, README_CLIENT, Example, is_as_shown, run_here
 from tests.support.served import PROMPTS, beams, chat, complete
 from vllm_trie import Trace
 
@@ -26,7 +26,8 @@ def as_seen(response: Any) -> list[Any]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_an_example_of_a_client_runs(server: Server, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     run_here(example, **{"http://localhost:8000": server.url})
-    assert len(capsys.readouterr().out.splitlines()) >= 3
+    printed = capsys.readouterr().out
+    assert is_as_shown(example, printed), printed
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], pytest.param(PROMPTS[1], marks=pytest.mark.nightly)])
