@@ -1,11 +1,8 @@
-"""Counts the files that branch on a feature without belonging to it, by feature; and the widest signatures and classes.
+"""Counts the files that branch on a feature without belonging to it, by feature.
 
 A branch is an `if`, `elif`, `while`, `match`, `assert`, conditional expression, boolean expression or condition of a
 comprehension. It belongs to a feature when its test names something of the feature; a file belongs to a feature when
 its path does. `python tools/count_branches.py [DIR]` prints a table, `--list FEATURE` the branches themselves.
-
-A signature counts its parameters, `self` and `cls` left out; a class the fields that it declares, those of its parents
-left out, and the attributes that its methods set. Kernels, and what takes the place of vLLM's, are as wide as theirs.
 """
 
 import argparse
@@ -28,9 +25,6 @@ FEATURES = {
 
 OWN_FILES = {"speculation": "|head_model|hidden_states|tree_"}
 """Further paths that belong to a feature."""
-
-AS_WIDE_AS_THEIRS = re.compile(r"kernels(/\w+)?\.py$|worker/kv/copies|worker/cpu/|attention/split_batch")
-MOST_SHOWN = 5
 
 
 class Branch(NamedTuple):
@@ -64,39 +58,6 @@ def branches(root: Path, feature: str) -> Iterator[Branch]:
         yield from (Branch(path, line, test) for line, test in sorted(tests.items()) if pattern.search(test))
 
 
-class Width(NamedTuple):
-    """How many parameters or fields something has."""
-
-    count: int
-    where: str
-
-
-def signature_width(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Its parameters."""
-    names = [p.arg for p in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
-def num_fields(kind: ast.ClassDef) -> int:
-    """What a class declares, and what its methods set."""
-    declared = [n for n in kind.body if isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)]
-    stored = (n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    own = {n.attr for n in stored if ast.unparse(n.value) == "self"}
-    return len(own | {ast.unparse(field.target) for field in declared})
-
-
-def widths(root: Path) -> tuple[list[Width], list[Width]]:
-    """Of all signatures and of all classes, the widest first."""
-    signatures, classes = list[Width](), list[Width]()
-    for path in sorted(path for path in root.rglob("*.py") if not AS_WIDE_AS_THEIRS.search(path.as_posix())):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                signatures.append(Width(signature_width(node), f"{path}:{node.lineno} {node.name}"))
-            elif isinstance(node, ast.ClassDef):
-                classes.append(Width(num_fields(node), f"{path}:{node.lineno} {node.name}"))
-    return sorted(signatures, reverse=True), sorted(classes, reverse=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=Path("vllm_trie"))
@@ -107,8 +68,6 @@ def main() -> None:
         print(f"{feature:14} {len({branch.path for branch in found}):3} files, {len(found):3} branches")
         if feature == options.list:
             print(*(f"  {branch.path}:{branch.line}: {branch.test}" for branch in found), sep="\n")
-    for what, widest in zip(("parameters", "fields"), widths(options.root), strict=True):
-        print(f"\nMost {what}:", *(f"{width.count:4} {width.where}" for width in widest[:MOST_SHOWN]), sep="\n")
 
 
 if __name__ == "__main__":
