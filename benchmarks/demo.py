@@ -146,7 +146,7 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
             f"{SPEECH_WIDTH} beams, where vLLM's own loop runs it for each token of each beam.",
             f"Starting vLLM with Whisper ({START}) ...",
         )
-        hear(SENTENCES["en"][0])
+        hear(SENTENCES["en"][5])
     say(NEXT)
 
 
