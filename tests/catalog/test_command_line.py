@@ -42,15 +42,15 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.mark.nightly
 def test_the_documents_commands_work_in_their_order(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^    \[12, .*?\n\n", DOCUMENT, re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(r'^    \{"tokens": .*?\n\n', DOCUMENT, re.DOTALL | re.MULTILINE)
     (tmp_path / "items.jsonl").write_text(re.sub("^    ", "", example.rstrip("\n"), flags=re.MULTILINE))
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     commands = re.findall(rf"^{PROGRAM} .*$", DOCUMENT, re.MULTILINE)
     build, inspect, list_items, check = commands
-    assert run(tmp_path, build) == "items.catalog: 4 items of 1 to 3 tokens, 1 duplicates left out\n"
-    assert re.search(r"^items +4, of 1 to 3 tokens$", run(tmp_path, inspect), re.MULTILINE)
+    assert run(tmp_path, build) == "items.catalog: 4 items of 4 to 18 tokens, 0 duplicates left out\n"
+    assert re.search(r"^items +4, of 4 to 18 tokens$", run(tmp_path, inspect), re.MULTILINE)
     listed = [json.loads(line) for line in run(tmp_path, list_items).splitlines()]
-    assert [item["id"] for item in listed] == [71, 70, 2]
+    assert [item["id"] for item in listed] == [2, 70012, 3]
     assert run(tmp_path, check) == "items.catalog is as it was built: 4 items\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmarks", "items.catalog", "items.jsonl"]
 
