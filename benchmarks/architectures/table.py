@@ -17,27 +17,32 @@ PROMPTS = 3
 
 HEAD = """# Models
 
-`make models` tries beams on every architecture and every [number format](#number-formats-and-quantisation) of these
-tables, on a CPU, and writes this page. It measures what benchmarks/architectures/measured.json lacks;
-`python -m benchmarks.architectures --only Llama GPTQ --again` measures some anew, `--table` writes the page alone.
+This page is for those who choose a model: which architectures and which
+[number formats](#number-formats-and-quantisation) beam search was tested on, and what the tests found.
 
-Each architecture is a tiny model with random weights, in {dtype}. An engine with beams answers three prompts, of 5, 31
-and 70 tokens, with 4 beams and 40 tokens, once with `ignore_eos` and once without: 6 searches, 24 hypotheses.
-transformers' `generate(num_beams=4, num_return_sequences=4, early_stopping=False, length_penalty=1.0)` answers the same
-prompts with the same model.
+Published weights of these models were not tested here. Each architecture is a tiny model with random weights, in
+{dtype}, on a CPU. An engine with beams answers three prompts, of 5, 31 and 70 tokens, with 4 beams and 40 tokens, once
+with `ignore_eos` and once without. These are 6 searches with 24 hypotheses. transformers'
+`generate(num_beams=4, num_return_sequences=4, early_stopping=False, length_penalty=1.0)` answers the same prompts with
+the same model.
 
-- "Equal" counts hypotheses with the same tokens at the same rank. "Ties" are others whose scores differ by less than
-  1e-5, as rounding makes them.
-- The worst difference is that of any two scores (log-probability per token) at the same rank, divided by transformers'
-  score if that is below -1.
-- Speculation: how many of 12 hypotheses are those of plain steps in the same engine, near-ties included, and the steps
-  of the search per forward, with the model itself as its draft model (3 layers, 8 drafts in each). "By n-grams": vLLM
-  has a head of its own for such a model. "Plain steps": there is no kernel for trees of drafts in some of its layers.
-  "Refused": it has recurrent states.
-- Where hypotheses differ, or scores by more than 1e-4, the notes tell how many of 12 hypotheses of `LLM.beam_search`
-  are those of vLLM's own client loop, and how many of 3 greedy answers of vLLM are transformers'.
+- "Equal": hypotheses with the same tokens at the same rank.
+- "Ties": other hypotheses, whose scores differ by less than 1e-5, as rounding can cause.
+- "Worst difference": the largest difference of two scores (log-probability per token) at the same rank, divided by
+  transformers' score if that is below -1.
+- "Speculation": how many of 12 hypotheses equal those of plain steps in the same engine, near-ties included, and the
+  search steps per forward pass. The model is its own draft model (3 layers, 8 drafts in each).
+  - "By n-grams": vLLM has a draft head of its own for this model.
+  - "Plain steps": some of the model's layers have no kernel for draft trees.
+  - "Refused": the model has recurrent states.
+- "Notes": if hypotheses differ, or scores by more than 1e-4, how many of 12 hypotheses of `LLM.beam_search` equal those
+  of vLLM's own client loop, and how many of 3 greedy answers of vLLM equal transformers'.
 
-Published weights of these models were not tried here. Measured with {versions}.
+`make models` runs these tests and writes this page. It measures what benchmarks/architectures/measured.json lacks.
+`python -m benchmarks.architectures --only Llama GPTQ --again` measures some rows again, and `--table` only writes the
+page.
+
+Measured with {versions}.
 
 {counts}
 """
@@ -45,15 +50,15 @@ Published weights of these models were not tried here. Measured with {versions}.
 FORMATS_HEAD = """
 ## Number formats and quantisation
 
-The tiny Llama again, in other formats than {dtype}; weights are quantised by rounding. `LLM.beam_search` answers the
-same prompts in an engine with beams, and in one without, where vLLM's own client loop of requests runs.
+This is the tiny Llama in other formats than {dtype}. Its weights are quantised by rounding. `LLM.beam_search` answers
+the same prompts in an engine with beams, and in one without, where vLLM's own client loop runs.
 
-- "Equal", "ties" and the worst difference are as above, with vLLM's own loop in transformers' place; its scores are
-  per token of prompt and hypothesis.
-- "Forced" is the worst difference between a hypothesis' log-probability per new token and the one that the engine
-  without beams gives to the same tokens in a prompt.
-- Equal log-probabilities are common in 16 bits, and vLLM leaves open which of them comes first. Here its loop gets them
-  in the order of tokens, which is [our order](semantics.md).
+- "Equal", "ties" and "worst difference" are as above, but compare with vLLM's own loop instead of transformers. The
+  scores of this loop are per token of prompt and hypothesis.
+- "Forced" is the largest difference between a hypothesis' log-probability per new token and the one that the engine
+  without beams gives to the same tokens as part of a prompt.
+- Equal log-probabilities are common in 16 bits, and vLLM does not define which of them comes first. In these tests its
+  loop gets them in the order of tokens, which is [our order](semantics.md).
 
 Measured with {versions}, on a CPU with {cpus}.
 
@@ -61,16 +66,15 @@ Measured with {versions}, on a CPU with {cpus}.
 FOOT = """
 ## What is refused, and what needs an option
 
-- Searches on models with recurrent states (Mamba-2, gated delta nets) do not speculate: [serving](serving.md). Short
-  convolutions (LFM2) have beams, too, but on a CPU vLLM's own answers of LFM2 are neither transformers' nor always the
-  same, so nothing shows that they are right.
-- KV caches of other kinds than full, sliding-window, latent and cross attention and recurrent states are refused by
-  name.
-- Chunked local attention, as in Llama-4, needs `disable_hybrid_kv_cache_manager=True`.
-- Latent attention, as in DeepSeek, is wrong in vLLM itself on a CPU with `enforce_eager=True`: leave that out, or pass
+- Recurrent states (Mamba-2, gated delta nets): searches do not speculate ([serving](serving.md#models)).
+- Short convolutions (LFM2): beams run, but nothing shows that they are right. On a CPU, vLLM's own answers of LFM2
+  differ from transformers', and depend on how many requests compute them.
+- Chunked local attention (Llama-4): needs `disable_hybrid_kv_cache_manager=True`.
+- Latent attention (DeepSeek) on a CPU: it is wrong in vLLM itself with `enforce_eager=True`. Leave that out, or pass
   `compilation_config={"custom_ops": ["-rotary_embedding"]}`.
-- vLLM's CPU kernel of gated delta nets (Qwen3-Next, Qwen3.5) takes bfloat16 alone. For this table one in torch, in
-  float32, replaces it.
+- Gated delta nets (Qwen3-Next, Qwen3.5) on a CPU: vLLM's kernel takes only bfloat16. For this page a kernel in torch,
+  in float32, replaces it.
+- KV caches other than full, sliding-window, latent and cross attention and recurrent states: refused by name.
 """
 OUTCOMES = {
     "equal": "all hypotheses are those of transformers",
