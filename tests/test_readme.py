@@ -49,6 +49,8 @@ def test_an_offline_example_runs(
 ) -> None:
     if 'os.environ["MODEL"]' in example.code:
         request.getfixturevalue("real_folders")
+    if "get_metrics" in example.code:
+        request.getfixturevalue("engines").close()  # what is counted is of this example alone
     run_here(example)
     printed = capsys.readouterr().out
     assert is_as_shown(example, printed), printed
