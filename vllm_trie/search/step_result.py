@@ -48,9 +48,8 @@ class SearchStepResult(NamedTuple, Generic[Array]):
     tokens: Array  # by slot
     scores: Array  # by slot, float32; -inf where there is no beam
     finished: SearchCandidates[Array]  # hypotheses that end here; ties keep this order
-    top_logprobs: SearchTopLogprobs[Array] | None = (
-        None  # by parent; this and the others if log-probabilities are reported
-    )
+    # By parent; this and the next two if log-probabilities are reported.
+    top_logprobs: SearchTopLogprobs[Array] | None = None
     beam_logprobs: SearchTokenLogprobs[Array] | None = None  # by slot
     finished_logprobs: SearchTokenLogprobs[Array] | None = None
     rank_scores: SearchRankScores[Array] | None = None  # what hypotheses compete by, if not `scores`

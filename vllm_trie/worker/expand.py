@@ -52,9 +52,7 @@ class RunnerStepContext:
     steps: dict[str, GroupStep] = field(default_factory=dict)  # of the step's groups, by id
     entered: list[str] = field(default_factory=list)  # groups with new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of `entered`: whose further rows are copies of the first
-    new_tokens_unknown: list[str] = field(
-        default_factory=list
-    )  # of `entered`: whose newest tokens only the device knows
+    new_tokens_unknown: list[str] = field(default_factory=list)  # of `entered`: newest tokens only the device knows
     left: list[str] = field(default_factory=list)  # further rows of groups that ended or were preempted
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # because of this engine's attention

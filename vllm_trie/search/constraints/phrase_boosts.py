@@ -20,12 +20,8 @@ from vllm_trie.search.devices import SearchCache, uploaded_for_search
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
-SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = (
-    4,
-    2 * 8,
-    4 + 4 * 8,
-)  # see `_ConstraintAutomaton`: of a node in a layer, of a node, of an edge
-
+# Of a node in a layer, of a node, and of an edge of `_ConstraintAutomaton`.
+SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = 4, 2 * 8, 4 + 4 * 8
 AUTOMATA_BYTES = 64 << 20  # of automata cached on the host, and of their keys
 PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of a phrase in a key, with its cache entry; of a token, a number in a tuple
 
@@ -138,11 +134,9 @@ class PhraseBoostConstraint(Constraint):
         return {}
 
 
-# Entries live as long as somebody holds their values.
+# Entries live as long as somebody holds their values. For `_carried` see `PhraseBoostConstraint.on`.
 _known: WeakValueDictionary[tuple[ConstraintPhrase, ...], PhraseBoostConstraint] = WeakValueDictionary()
-_carried: WeakValueDictionary[PhraseBoostConstraint, PhraseBoostConstraint] = (
-    WeakValueDictionary()
-)  # see `PhraseBoostConstraint.on`
+_carried: WeakValueDictionary[PhraseBoostConstraint, PhraseBoostConstraint] = WeakValueDictionary()
 
 
 def _known_boost_constraint(phrases: tuple[ConstraintPhrase, ...]) -> PhraseBoostConstraint:

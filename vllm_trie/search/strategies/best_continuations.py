@@ -54,9 +54,8 @@ def best_strategy_continuations(
         return few_ends_for_strategy(fields, beams.scores, sparse.num_ends, width, rules.pruning)
 
     def has_end_boosts(are_over: bool) -> bool:
-        return inputs.has_pending and (
-            are_over or rules.pruning != NO_PRUNING
-        )  # else what only ends is left out anyway
+        # Without pruning, what only ends is left out anyway unless it is over.
+        return inputs.has_pending and (are_over or rules.pruning != NO_PRUNING)
 
     def ranked(are_over: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[G, r, B], the scores of continuations, their tokens and targets.

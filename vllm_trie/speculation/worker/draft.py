@@ -29,9 +29,8 @@ from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
 
 Forests = dict[str, ForestStep]  # by group
-FORESTS: dict[type, type[ForestStep]] = {
-    JointSamplingStrategy: DrawnForestStep
-}  # by strategy; the others have a `SearchedForestStep`
+# By strategy; the others have a `SearchedForestStep`.
+FORESTS: dict[type, type[ForestStep]] = {JointSamplingStrategy: DrawnForestStep}
 
 
 class Drafter(ABC):

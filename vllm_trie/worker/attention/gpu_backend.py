@@ -177,12 +177,12 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
     def graph_hindrance(self) -> str | None:
         """Why full CUDA graphs cannot contain shared reads of these layers, if they cannot."""
         if not self.splits:
-            return "kernels of ours read them"
+            return "Triton kernels read them"
         versions = {layer.vllm_flash_attn_version for layer in self._layers}
         if unknown := versions - SEQUENCES_IN_GRAPHS.keys():
             return f"FlashAttention {unknown.pop()} computes them"
         if self.aot_schedule and versions != {3}:
-            return f"vLLM schedules for FlashAttention 3 what {min(versions - {3})} computes"
+            return f"vLLM schedules for FlashAttention 3, but version {min(versions - {3})} computes them"
         # 2 allows numbers of queries that differ from replay to replay if it is captured with more than one.
         if versions != {2} and self._cudagraph_support != AttentionCGSupport.ALWAYS:
             return f"this vLLM captures FlashAttention {max(versions)} for equal numbers of queries alone"

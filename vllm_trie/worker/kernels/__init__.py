@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 CHILDREN = 16, 256, 4096  # of a node: sizes that kernels looking at all children of a row are compiled for
-SLOTS = (
-    4,
-    16,
-    32,
-    64,
-)  # of a group: sizes that kernels are compiled for; with more, a program would spill its group's keys
+SLOTS = 4, 16, 32, 64  # of a group: sizes that kernels are compiled for; more would spill the group's keys
 
 
 class KernelStepSizes(NamedTuple):
