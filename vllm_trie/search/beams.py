@@ -155,5 +155,5 @@ def gather_search_states(states: States, parents: torch.Tensor) -> States:
 
 
 def _gathered_in_search(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """[G, k, ...] from [G, r, ...]."""
+    """[G, k, ...], the entries of rows `parents` [G, k] from [G, r, ...]."""
     return of_rows[search_numbers(len(of_rows), of_rows.device)[:, None], parents.long()]

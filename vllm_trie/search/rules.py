@@ -43,7 +43,7 @@ class SearchInputs(NamedTuple):
 
 
 class SearchDecision(NamedTuple):
-    """What a strategy has decided."""
+    """A strategy's decision: the step, and log-probabilities to report."""
 
     step: SearchStepResult[torch.Tensor]
     logprobs: torch.Tensor  # [G, r, V], for reports

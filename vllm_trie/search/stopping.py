@@ -45,7 +45,7 @@ class EndedSearchHypotheses(NamedTuple):
 
     @classmethod
     def of(cls, sums: ArrayLike, last_tokens: ArrayLike, leaves: ArrayLike, rows: ArrayLike) -> EndedSearchHypotheses:
-        """From sequences of numbers."""
+        """Makes arrays from sequences of numbers."""
         return cls(np.array(sums, np.float64), *(np.array(field, np.int64) for field in (last_tokens, leaves, rows)))
 
     def some(self, which: np.ndarray) -> EndedSearchHypotheses:

@@ -42,7 +42,7 @@ class WorkerRankCheck:
         if found := disputes_of_worker_ranks(of_ranks):
             raise RanksDisagreeError(
                 f"trie_beam.debug_rank_check: tensor parallel ranks disagree about the {what} of {', '.join(found)}; "
-                f"its further results could not be trusted, so this engine stops"
+                f"this engine's further results could not be trusted, so it stops"
             )
 
 

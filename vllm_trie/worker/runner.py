@@ -362,12 +362,12 @@ class BeamRunnerOutput(AsyncModelRunnerOutput):
             self._event.record(copy_stream)
 
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for the copies."""
+        """Waits for the copies, and attaches the decisions to vLLM's output."""
         output = self._stock.get_output()
         self._event.synchronize()
         attach_result_messages(output, self._step.results(self._packed))
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """vLLM's own."""
+        """The output of vLLM's KV connector, unchanged."""
         return self._stock.get_kv_connector_output()

@@ -29,7 +29,7 @@ class ConstrainedContinuations(NamedTuple):
 
 
 class ConstraintOutcomes(NamedTuple):
-    """What targets mean, of any shape."""
+    """What continuations lead to, by target; of any shape."""
 
     states: torch.Tensor
     is_complete: torch.Tensor  # bool, the hypothesis may be returned
@@ -120,15 +120,15 @@ class Constraint:
         raise NotImplementedError
 
     def outcomes(self, targets: torch.Tensor) -> ConstraintOutcomes:
-        """What targets of any shape mean."""
+        """What continuations lead to, by their targets of any shape."""
         raise NotImplementedError
 
     def go_on(self, targets: torch.Tensor) -> torch.Tensor:
-        """Only `goes_on` of `outcomes`."""
+        """`outcomes(targets).goes_on`, without the other fields."""
         raise NotImplementedError
 
     def end(self, targets: torch.Tensor) -> torch.Tensor:
-        """Only `ends` of `outcomes`."""
+        """`outcomes(targets).ends`, without the other fields."""
         raise NotImplementedError
 
     def logprobs_of(self, logprobs: torch.Tensor, continuations: ConstrainedContinuations) -> torch.Tensor:

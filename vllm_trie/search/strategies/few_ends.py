@@ -39,7 +39,7 @@ def few_ends_for_strategy(
 def most_room_for_strategy(num_ends: int, width: int, pruning: SearchPruning) -> int:
     """For how many more continuations of a row there must be room: none where few may end it.
 
-    Where many may end it, rows that would otherwise be one part take several, and what is kept of the others adds up.
+    Rows that many may end are taken in more parts, and then what is kept of the other parts takes memory, too.
     """
     return 2 * num_ends if num_ends > _num_ends_for_strategy(width, pruning) else 0
 

@@ -26,7 +26,7 @@ class _DiverseGroupsStrategy(NamedTuple):
 
 
 class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
-    """Group beam search.
+    """Group beam search: each group of beams avoids the tokens that earlier groups took in the same step.
 
     Args:
         number: Groups of beams.

@@ -38,5 +38,5 @@ class GroupForests(BeamGroupForests):
         return counts.as_dict()
 
     def rest(self, length: int, num_steps: int) -> None:
-        """Take `num_steps` plain steps, from beams of this length, before the next forest."""
+        """Postpones the next forest until `num_steps` plain steps after beams of this length."""
         self.first_length, self.num_rested = max(self._first_length, length + num_steps), num_steps

@@ -148,7 +148,7 @@ class _Matches(NamedTuple):
 
 
 def _draft_matches(history: _DraftHistories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False) -> _Matches:
-    """All matches that count.
+    """All earlier occurrences of the newest tokens of beams that are long enough to count.
 
     Args:
         is_replaced: The newest token of a beam replaces another one, which counts against the match.

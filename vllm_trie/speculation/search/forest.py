@@ -104,7 +104,7 @@ class Forest:
         return self._children.get((node, token))
 
     def add(self, parent: int, token: int) -> int:
-        """Continue `parent` by `token`, for which there must be room. Returns the node, which may exist already."""
+        """Continues `parent` by `token`, for which there must be room. Returns the node, which may exist already."""
         known = self._children.get((parent, token))
         if known is not None:
             return known

@@ -102,7 +102,7 @@ class DraftAcceptance:
         self._led[: num_steps - 1] += 1
 
     def forget(self) -> None:
-        """Lower the weight of all observations so far."""
+        """Lowers the weight of all observations so far."""
         self._led *= REMEMBERED
         self._tried *= REMEMBERED
 

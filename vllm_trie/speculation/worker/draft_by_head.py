@@ -18,7 +18,7 @@ class HeadDrafter(ModelDrafter):
 
     @cached_property
     def draft_model(self) -> DraftHeadModel:
-        """The head."""
+        """The runner's head, as a draft model."""
         return DraftHeadModel(self._runner, self._tree_rows)
 
     def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:

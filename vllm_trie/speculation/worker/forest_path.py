@@ -35,7 +35,7 @@ class AcceptedPath(NamedTuple):
 def accepted_forest_path(
     forest_step: ForestStep, steps: list[SearchStepResult], beams: list[list[int]]
 ) -> AcceptedPath:
-    """Give the beams the group's own rows: their tokens, blocks and what the draft model has computed.
+    """Assigns the beams to the group's rows: their tokens, blocks and what the draft model has computed.
 
     Full blocks are taken over by reference. The block of the roots is copied from the row whose tree has the beam,
     unless that row is the beam's own; then the nodes that lead to the beam are moved together after their root. Where

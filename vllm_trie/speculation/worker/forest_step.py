@@ -112,11 +112,11 @@ class ForestStep:
         return beams._replace(states=self.states_at(nodes)) if self.states else beams
 
     def states_at(self, nodes: Sequence[int]) -> States:
-        """[1, nodes, ...], by constraint."""
+        """The states of nodes: [1, nodes, ...], by constraint."""
         return gather_search_states(self.states, self._on_device(nodes)) if self.states else self.states
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        """[1, numbers] int64."""
+        """Numbers [1, n] int64 on the states' device."""
         return uploaded_for_search(np.array([[*numbers]], dtype=np.int64), next(iter(self.states.values())).device)
 
     @classmethod

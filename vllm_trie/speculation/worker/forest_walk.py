@@ -30,7 +30,7 @@ from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 
 class Walked(NamedTuple):
-    """One step of G groups."""
+    """One step of a walk, of G groups."""
 
     taken: PackedSearchStep
     after: SearchBeams  # what the rows carry after it

@@ -94,7 +94,7 @@ class AttendsApart:
 
     @property
     def scoring(self) -> Scoring:
-        """How it weighs keys."""
+        """How the layer weighs keys."""
         raise NotImplementedError
 
     def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ def gumbel_sample_on_cpu(
     local_argmax: Array, local_max: Array, logits_cache: None, logits: Tensor, expanded_idx_mapping: Array,
     seeds: Array, pos: Array, temp: Array, use_fp64: bool,
 ) -> None:  # fmt: skip
-    """Samples a token per row, and writes it as the best of the vocabulary's first block [N, B], with no others."""
+    """Samples a token per row, and reports it from the vocabulary's first block [N, B], which beats all others."""
     assert logits_cache is None, "the logits of drafts are not kept on a CPU"
     temperature = np.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
     local_max[:] = -np.inf

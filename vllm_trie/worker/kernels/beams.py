@@ -43,7 +43,7 @@ class KernelBeamTables(NamedTuple):
 
     @property
     def named_rows(self) -> dict[str, torch.Tensor]:
-        """[R] each."""
+        """The rows of `rows` by name, [R] each."""
         return dict(zip(OF_ROW, self.rows, strict=True))
 
 

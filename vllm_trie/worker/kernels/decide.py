@@ -229,7 +229,7 @@ def slots_in_kernel(rank, parent, is_going, first_child, dead, num_others):
     """The slots of continuations that go on; and how many that are not first children go on, these included.
 
     Args:
-        num_others: How many went on before these.
+        num_others: How many such others went on before these.
     """
     is_first = tl.load(first_child + parent, mask=is_going, other=0) == rank
     is_other = (is_going & (is_first == 0)).to(tl.int32)

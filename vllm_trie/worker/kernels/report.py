@@ -50,7 +50,7 @@ class KernelReport:
         self._sides = layout.num_ints, width, count, self._num_rows, num_tops
 
     def __call__(self, tiles: KernelTiles, words: torch.Tensor) -> None:
-        """Writes them.
+        """Writes the log-probabilities that a step reports into its packed decision.
 
         Args:
             tiles: Of all rows.

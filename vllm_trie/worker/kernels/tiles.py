@@ -146,7 +146,7 @@ BOTH = GOES_ON, ENDS  # lists
 
 
 def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
-    """Reads all logits once."""
+    """Reads all logits once, for the maxima of tiles and the sums of blocks."""
     num_rows, num_blocks, num_mixed = len(logits.which), len(logits.mixed), logits.num_mixed
     floats = partial(torch.empty, dtype=torch.float32, device=logits.which.device)
     of_tiles = floats(num_rows, num_blocks * TILES), floats(num_rows, num_mixed * TILES), num_mixed
@@ -173,10 +173,10 @@ class KernelRowRanking:
         self._num_warps = warps_to_rank(wanted.kept)
 
     def __call__(self, tiles: KernelTiles, scores: torch.Tensor) -> KernelKeys:
-        """Ranks them.
+        """Ranks the continuations of R rows.
 
         Args:
-            tiles: Of R rows.
+            tiles: Of the rows.
             scores: [..., r] float32, R in all, of which r compete with each other.
         """
         num_all_rows, device = scores.numel(), scores.device

@@ -82,7 +82,7 @@ class _KVLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: ByToken, is_on_host: bool) -> _KVLayer:
-        """From contents in words."""
+        """The layer of contents that `kv_in_words` has made."""
         contents, places = layer
         axes = sorted(range(1, contents.dim() - 1), key=contents.stride, reverse=True)
         in_order, axis = contents.permute(0, *axes, -1), 1 + axes.index(1)

@@ -42,7 +42,7 @@ class KVMoves(NamedTuple):
 
 
 def move_kv(moves: KVMoves, kv: KVCaches) -> None:
-    """Carries out a plan."""
+    """Carries out a plan, by kernels where there are some."""
     if launches.worker_runs_kernels_on(kv.device):
         launches.worker_module_for_gpus("kv.copies").launch_kv_moves(moves, kv)
     else:

@@ -24,7 +24,7 @@ from vllm_trie.worker.select.cohort import SelectionBatchPlan, selection_index_o
 
 logger = init_logger("vllm.trie_beam.narrow")
 
-# A level has at most this fraction of the vocabulary: such steps take less memory than is measured for steps of as many
+# A level has at most one of this many parts of the vocabulary: such steps take less memory than is measured for as many
 # rows with all logits, see `startup.widest_steps`.
 PARTS = 5
 TOKENS_AT_A_TIME = 2048  # whose rows of the head's weights are copied at a time
