@@ -32,7 +32,7 @@ class GroupForests(BeamGroupForests):
     def restart(self) -> None:
         super().restart()
         self.first_length = self._first_length
-        self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where they are counted
+        self.num_rested = self.num_failed = 0  # steps of the last rest; forests in a row that led nowhere
 
     def report(self, counts: GroupCounts) -> dict[str, Any]:
         return counts.as_dict()

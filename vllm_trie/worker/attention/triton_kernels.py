@@ -155,13 +155,13 @@ def _attend_in_kernel(
 
     Args:
         query: [M, padded_size].
-        first_key: [M], that each sees, if there is a window.
+        first_key: [M], the first key that each query sees, if there is a window.
         top: [M] float32.
         total: [M] float32.
         sums: [M, padded_size] float32.
-        tree: At the token.
-        cache: At the KV head.
-        table: At the row.
+        tree: Pointer to the token's words.
+        cache: Pointer to the KV head.
+        table: Pointer to the row.
     """
     column = tl.arange(0, padded_size)
     in_head = column < head_size
@@ -212,15 +212,15 @@ def _attend_to_shared_kernel(
         queries: [tokens, heads, head_size].
         cache: [blocks, KV heads, block_size, 2 * head_size].
         tables: [rows, blocks].
-        first_tokens: [tiles], among those of groups.
+        first_tokens: [tiles], among the tokens of groups.
         end_tokens: [tiles].
         num_shared: [tiles].
         places: [N], of tokens in the batch.
         rows: [N].
         lengths: [N].
-        spans: [N], keys before the end of these that each token sees.
+        spans: [N], keys up to `lengths` that each token sees.
         sums: [parts, N, heads, head_size].
-        logs: [parts, N, heads], of the sums' weights, to base 2.
+        logs: [parts, N, heads], logarithms of the sums of weights, to base 2.
     """
     kv_head, part = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(first_tokens + tl.program_id(0)), tl.load(end_tokens + tl.program_id(0))
@@ -270,7 +270,7 @@ def _attend_to_own_kernel(
 
     Args:
         queries: [tokens, heads, head_size].
-        outputs: The same.
+        outputs: [tokens, heads, head_size].
         cache: [blocks, KV heads, block_size, 2 * head_size].
         tables: [rows, blocks].
         places: [N], of tokens in the batch.
@@ -278,7 +278,7 @@ def _attend_to_own_kernel(
         num_shared: [N].
         tree_starts: [N], the first key of the tree of its row; `lengths`, or more, if there is none.
         lengths: [N].
-        spans: [N], keys before the end of these that each token sees, but for those that its tree hides.
+        spans: [N], keys up to `lengths` that each token sees, except those that its tree hides.
         trees: [N, num_words], what each sees of its tree.
         sums: [parts, N, heads, head_size].
         logs: [parts, N, heads].
