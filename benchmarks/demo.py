@@ -114,9 +114,10 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     )
     count_blocks(llm, tasks)
     say(
-        f"3. TIME. {len(tasks[:TIMED_PROMPTS])} prompts at once, {TIMED_TOKENS} new tokens each, in seconds. Sampling as many answers "
-        "as there are beams computes as many tokens and searches nothing: beam search should take no longer. It may "
-        "take less, as the beams of a prompt are one request to vLLM, while each sample is a request of its own.",
+        f"3. TIME. {len(tasks[:TIMED_PROMPTS])} prompts at once, {TIMED_TOKENS} new tokens each, in seconds. Sampling "
+        "as many answers as there are beams computes as many tokens and searches nothing: beam search should take no "
+        "longer. It may take less, because the beams of a prompt are one request to vLLM, while each sample is a "
+        "request of its own.",
         "- times ours: 2 means twice as long as beams in the engine. It is the median of the rounds' ratios, which may "
         "differ a little from the ratio of two medians.",
     )

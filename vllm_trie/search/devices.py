@@ -1,4 +1,4 @@
-"""What spares the search a wait for its device, an upload or a kernel."""
+"""Spares the search waits for its device, uploads and kernel launches: cached tensors and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Made = TypeVar("Made")
 Arguments = TypeVarTuple("Arguments")
 
 NEVER = float("-inf")
-ALIGNMENT = 16  # bytes, at which Triton compiles kernels for aligned arguments
+ALIGNMENT = 16  # bytes, for which Triton compiles kernels with aligned arguments
 
 
 def is_searched_on_host(device: torch.device) -> bool:
-    """Whether a look at a tensor of this device costs nothing, and may save work; elsewhere the host would wait."""
+    """Whether reading a tensor of this device costs nothing and may save work; on others the host would wait."""
     return device.type == "cpu"
 
 
@@ -29,7 +29,7 @@ _pins: list[list[torch.Tensor]] = []
 
 @contextmanager
 def pinned_search_tensors() -> Iterator[list[torch.Tensor]]:
-    """The `cached_search_tensors` that are asked for within it: whoever holds them keeps them where they are."""
+    """Collects the `cached_search_tensors` that are requested within it, so that whoever holds the list pins them."""
     tensors: list[torch.Tensor] = []
     _pins.append(tensors)
     try:
@@ -39,7 +39,7 @@ def pinned_search_tensors() -> Iterator[list[torch.Tensor]]:
 
 
 def cached_search_tensors(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
-    """Lets a function make a tensor once for the same arguments, as far as the `most` newest go."""
+    """Lets a function make a tensor once for the same arguments; the `most` newest are cached."""
 
     def decorate(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
         cached: Any = lru_cache(most, typed=True)(make)
@@ -58,14 +58,14 @@ def cached_search_tensors(most: int) -> Callable[[Callable[P, torch.Tensor]], Ca
 
 
 class SearchCache(Generic[Made]):
-    """What was made of keys, as far as that which was used last takes so many bytes."""
+    """An LRU cache bounded by bytes; the newest entry always stays."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._total = most_bytes, 0
         self._made = OrderedDict[Any, tuple[Made, int]]()  # and its bytes
 
     def get(self, key: Any, make: Callable[[], Made], num_bytes: Callable[[Made], int]) -> Made:
-        """What was made of a key, or is made now; `num_bytes`: what it takes, and its key."""
+        """The value of a key, made now if it is not cached; `num_bytes` is what the value and its key take."""
         if (found := self._made.get(key)) is None:
             made = make()
             found = self._made[key] = made, num_bytes(made)
@@ -77,7 +77,7 @@ class SearchCache(Generic[Made]):
         return found[0]
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Empties the cache."""
         self._made.clear()
         self._total = 0
 
@@ -85,11 +85,11 @@ class SearchCache(Generic[Made]):
 def cached_search_tensors_within(
     most_bytes: int, num_bytes_of_key: Callable[..., int]
 ) -> Callable[[Callable[[*Arguments], torch.Tensor]], Callable[[*Arguments], torch.Tensor]]:
-    """Lets a function make a tensor once for the same arguments, as far as those used last take so many bytes.
+    """Lets a function make a tensor once for the same arguments; those used last are cached, within a bound on bytes.
 
     Args:
-        most_bytes: Of all tensors that stay, and of what they were made of.
-        num_bytes_of_key: What arguments take on the host.
+        most_bytes: Of all cached tensors and their keys.
+        num_bytes_of_key: Bytes that the arguments take on the host.
     """
 
     def decorate(make: Callable[[*Arguments], torch.Tensor]) -> Callable[[*Arguments], torch.Tensor]:
@@ -110,36 +110,36 @@ def cached_search_tensors_within(
 
 @cached_search_tensors(1024)
 def search_constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[n] int64 of few values, uploaded once. Not to be written to."""
+    """[n] int64 of a few values, uploaded once. Read-only."""
     return uploaded_for_search(np.array(values, dtype=np.int64), device)
 
 
 @cached_search_tensors(1024)
 def search_numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
-    """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts that come again and again."""
+    """0, 1, ... [count], capped at `last`. Cached, for counts that recur. Read-only."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 
 @cached_search_tensors(1024)
 def filled_for_search(shape: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
-    """`value` everywhere."""
+    """A tensor filled with `value`. Read-only."""
     return torch.full(shape, value, device=device)
 
 
 def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """What the host has made, there: a copy for which nobody waits."""
+    """A copy of an array on the device, which nobody waits for."""
     on_host = torch.from_numpy(array)
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 def upload_for_search(array: np.ndarray, out: torch.Tensor) -> None:
-    """The same, to where it is to be: it is there as it is now, whatever becomes of the array."""
+    """Copies an array into `out` without waiting; later changes of the array do not reach it."""
     on_host = torch.from_numpy(array)
     out.copy_(on_host.pin_memory() if out.is_cuda else on_host, non_blocking=True)
 
 
 def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Some arrays, there, by one copy for which nobody waits; each is aligned."""
+    """Copies of several arrays on the device, by one transfer that nobody waits for; each is aligned."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
     packed = np.empty(starts[-1], dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):
@@ -152,7 +152,7 @@ def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.dev
 
 
 class SearchCopyToHost:
-    """A copy of what a tensor holds at this moment of its device's stream, for which nobody waits yet."""
+    """An asynchronous copy to the host of what a tensor holds at this point of its device's stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._on_host = tensor.to("cpu", non_blocking=True)
@@ -161,7 +161,7 @@ class SearchCopyToHost:
             self._is_there.record()
 
     def wait(self) -> np.ndarray:
-        """It, once it is there; for what the device does after it, the host does not wait."""
+        """The array, once the copy is done; does not wait for what the device does afterwards."""
         if self._is_there is not None:
             self._is_there.synchronize()
         return self._on_host.numpy()
@@ -170,7 +170,7 @@ class SearchCopyToHost:
 def uploaded_once_for_search(
     array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> torch.Tensor:
-    """The same of integers that come again and again, uploaded the first time. Not to be written to."""
+    """A tensor of integers that recur, uploaded the first time. Read-only."""
     return _uploaded_once_for_search(array.astype(dtype).tobytes(), array.shape, dtype, device)
 
 

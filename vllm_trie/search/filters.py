@@ -1,4 +1,4 @@
-"""What may not be taken of a row: vLLM's sampling filters, and pruning."""
+"""Leaves out continuations of a row: vLLM's sampling filters, and pruning."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_trie.search.parts import in_search_parts, search_parts, split_for_sear
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
 SUM_BITS = 61  # of a row's sum, so that nothing overflows
-LEAST_EXPONENT = -900  # of a sum that is not nothing
+LEAST_EXPONENT = -900  # of a sum that is not 0
 FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
 
 
 class SearchFilters(NamedTuple):
-    """Fields of `SamplingParams` of the same names; the defaults do nothing."""
+    """The fields of `SamplingParams` with the same names; the defaults do nothing."""
 
     temperature: float = 1.0
     min_p: float = 0.0
@@ -28,7 +28,7 @@ class SearchFilters(NamedTuple):
     top_p: float = 1.0
 
     def leave_out(self, vocab_size: int) -> bool:
-        """Whether they may leave out any of so many tokens."""
+        """Whether the filters may leave out any of `vocab_size` tokens."""
         return self.min_p > 0 or 0 < self.top_k < vocab_size or self.top_p < 1
 
 
@@ -42,7 +42,7 @@ class SearchPruning(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How far behind the best a continuation's score may be, in nats."""
+        """How far below the best a continuation's score may be, in nats."""
         relative = inf if self.relative is None else -log(self.relative)
         return relative if self.absolute is None else min(relative, self.absolute)
 
@@ -51,14 +51,14 @@ NO_PRUNING = SearchPruning()
 
 
 def filtered_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None) -> torch.Tensor:
-    """Log-probabilities [..., V] with -inf for what `min_p`, `top_k` and `top_p`, in this order, leave out.
+    """Log-probabilities [..., V] with -inf for what `min_p`, `top_k` and `top_p`, applied in this order, leave out.
 
-    What remains is not renormalised: a filter removes continuations, it does not reward the others.
-    `top_k` keeps all that tie for its last place; `top_p` keeps the lower tokens of those that tie.
+    The rest is not renormalised: a filter removes continuations, it does not reward the others.
+    `top_k` keeps all that tie for its last place; of those that tie, `top_p` keeps the lower tokens.
     Source: vLLM 0.32 `MinPLogitsProcessor` and `apply_top_k_top_p`.
 
     Args:
-        most: Only as many of the best of each row matter, and others may be left out in any case; None: all.
+        most: Only this many of each row's best matter: the others may be left out in any case; None: all matter.
 
     Returns:
         A new tensor, or `logprobs` itself if nothing filters.
@@ -71,14 +71,14 @@ def filtered_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters, mos
 
 
 def filter_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
-    """The same in place; returns log-probabilities."""
+    """`filtered_search_logprobs` in place; returns `logprobs`."""
     return _apply_search_filters(logprobs, filters)
 
 
 def _apply_search_filters(
     logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`filtered_search_logprobs`, in place. `kept`: log-probabilities that stay as they are."""
+    """`filtered_search_logprobs`, in place except for `kept`, log-probabilities that must not change."""
     vocab_size = logprobs.shape[-1]
     if filters.min_p > 0:
         threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
@@ -100,13 +100,12 @@ def _search_logprobs_without(logprobs: torch.Tensor, dropped: torch.Tensor, kept
 def pruned_search_logprobs(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> torch.Tensor:
     """Log-probabilities with -inf for every continuation that pruning drops.
 
-    With s the score of a continuation (its row's plus its own log-probability) and w its own
-    log-probability alone, it is dropped if s < log(relative) + max s, if s < max s - absolute, if
-    w < log(relative_local) + max w, or if `per_parent` continuations of its row are better; equal ones
-    are kept by token, ascending. The maxima run over everything that live rows may take, before anything
-    is dropped; each rule drops a row's worst, so their order does not matter. Both bounds together can
-    drop everything: then the search is over. Source: Freitag and Al-Onaizan 2017, Beam Search Strategies
-    for Neural Machine Translation, section 3; in the log domain.
+    Let s be the score of a continuation (its row's plus its own log-probability) and w its own log-probability
+    alone. It is dropped if s < log(relative) + max s, if s < max s - absolute, if w < log(relative_local) + max w,
+    or if `per_parent` continuations of its row are better; of equal ones the lower tokens are kept. The maxima run
+    over everything that live rows may take, before anything is dropped; each rule drops a row's worst, so their
+    order does not matter. Both bounds together can drop everything: then the search ends. Source: Freitag and
+    Al-Onaizan 2017, Beam Search Strategies for Neural Machine Translation, section 3; in the log domain.
 
     Args:
         logprobs: [G, r, V] float32, -inf where a row may not take a token.
@@ -126,7 +125,7 @@ def pruned_search_logprobs(logprobs: torch.Tensor, scores: torch.Tensor, pruning
 
 
 def prune_search_logprobs(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> torch.Tensor:
-    """The same in place; returns log-probabilities."""
+    """`pruned_search_logprobs` in place; returns `logprobs`."""
     if rules := _search_pruning_by_rule(logprobs, scores, pruning):
         for rows in search_parts(logprobs.shape):
             own = logprobs[:, rows]
@@ -138,7 +137,7 @@ Drops = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of log-probabili
 
 
 def _search_pruning_by_rule(logprobs: torch.Tensor, scores: torch.Tensor, pruning: SearchPruning) -> list[Drops]:
-    """By rule, what says which continuations of some rows it drops; arguments as for `pruned_search_logprobs`."""
+    """For each rule, a function that finds the continuations it drops; arguments as for `pruned_search_logprobs`."""
     rules = list[Drops]()
     if pruning.margin < inf:
         least = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None] - pruning.margin
@@ -157,21 +156,21 @@ def _pruned_in_search(logprobs: torch.Tensor, scores: torch.Tensor, rules: list[
 
 
 def best_search_tokens(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
-    """Which are the best `count` of each row, ties by token: bools [..., V].
+    """bools [..., V], the best `count` of each row; of those that tie, the lower tokens.
 
     Args:
-        count: [..., 1], or the same for all rows.
-        last: [..., 1], the least of them.
+        count: [..., 1], or one number for all rows.
+        last: [..., 1], the least of the best `count`.
     """
     above, ties = logprobs > last, logprobs == last
     return above | (ties & (ties.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)))
 
 
 def search_running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sums along [..., N] of what is not negative, the same whenever they are computed on a device.
+    """Sums along [..., N] of values that are not negative, the same whenever they are computed on a device.
 
-    On CUDA torch scans a single row by a kernel whose float sums depend on what else the device does, which tensor
-    parallel ranks must not; of several rows it scans each by itself, on few processors. Source: torch 2.13 `scan_dim`.
+    On CUDA, torch scans a single row by a kernel whose float sums depend on what else the device does, which would make
+    tensor-parallel ranks differ; of several rows it scans each alone, on few processors. Source: torch 2.13 `scan_dim`.
     """
     if is_searched_on_host(values.device):
         return values.cumsum(dim=-1)
@@ -183,9 +182,9 @@ def search_running_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _search_sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
-    """The same by sums of integers, which depend on no order: so all rows are scanned as one, by the whole device.
+    """`search_running_sum` by integers, whose sums do not depend on order: the whole device scans all rows as one.
 
-    Their unit is a power of 2, which rounding of the total does not change where this is about 1. What is less than
+    The unit is a power of 2, which rounding of the total does not change where this is about 1. What is less than
     2 ** -60 of its row may count as 0.
     """
     total = values.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -198,10 +197,10 @@ def _search_sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
 
 
 def _search_nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer.
+    """The fewest best tokens of each row that hold `top_p` of its mass, or the `most` best if these are fewer.
 
     Returns:
-        How many they are, [R, 1], and the least of them, [R, 1].
+        How many tokens they are, [R, 1], and the least of them, [R, 1].
     """
     if not is_searched_on_host(logprobs.device) and len(split_for_search(logprobs)) > 1:
         return _search_nucleus_of_long_rows(logprobs, top_p)
@@ -218,14 +217,14 @@ def _search_nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[to
 
 
 def _search_nucleus_of_long_rows(logs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of rows [R, N], at most 0, which are too long to be sorted: the least, float64, is found by halving.
+    """`_search_nucleus` of rows [R, N], at most 0, that are too long to sort: finds the least, float64, by bisection.
 
-    Floats of one sign compare as their bits do: there are no more halves than they have bits.
+    Floats of one sign compare as their bits do, so there are at most as many halvings as bits.
     """
     greatest = logs.amax(dim=-1, keepdim=True).double()
 
     def mass_from(least: torch.Tensor) -> torch.Tensor:
-        """[R, 1], in units of the greatest one's."""
+        """[R, 1], in units of the greatest's mass."""
         held = torch.zeros_like(greatest)
         for part in split_for_search(logs):
             held += (part - greatest).exp_().masked_fill_(part < least, 0.0).sum(dim=-1, keepdim=True)

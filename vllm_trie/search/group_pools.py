@@ -1,4 +1,4 @@
-"""Where the hypotheses of group beam search compete: each group has a pool of its own, and is done by itself."""
+"""Where the hypotheses of group beam search compete: each group has its own pool and ends independently."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm_trie.search.stopping import (
 class SearchGroupPools(SearchPool):
     """The pools of all groups; in the end all their hypotheses compete.
 
-    A group is done, or not, by the best of its candidates, those that stop among them. What runs out of length in the
-    last step counts only if it is not. Source: transformers 4.56 `BeamSearchScorer`.
+    A group is judged done by the best of its candidates, including those that stop. What reaches the maximum length in
+    the last step counts only if its group is not done. Source: transformers 4.56 `BeamSearchScorer`.
 
     Args:
         pools: By group.
-        stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
+        stop_token_ids: Tokens that end a hypothesis; None: whatever ends is a whole item, also in the last step.
     """
 
     def __init__(self, pools: list[HfSearchPool], stop_token_ids: frozenset[int] | None) -> None:

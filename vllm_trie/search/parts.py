@@ -1,7 +1,7 @@
-"""Rows a part at a time, so that what is held of each of them on the way is held of few of them at once.
+"""Processes rows a part at a time, to bound the memory that intermediate results take.
 
-Groups that need much memory take steps together only if their rows are one part: what is taken in several parts is one
-wide search. See `vllm_trie.worker.select.select`.
+Groups that need much memory share a step only if their rows are one part; only a single wide search takes several.
+See `vllm_trie.worker.select.select`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 CELLS = 10_000_000  # tokens of the rows of a part: about 64 rows of the larger vocabularies
-CELLS_NEAR = 1 << 17  # tokens of rows that one core of a host has near at hand
+CELLS_NEAR = 1 << 17  # tokens of rows that fit the cache of one core of a host
 
 
 def search_rows_at_a_time(vocab_size: int) -> int:
-    """How many rows of so many tokens each are one part."""
+    """How many rows of `vocab_size` tokens each are one part."""
     return max(CELLS // vocab_size, 1)
 
 
 def search_parts(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Which of r rows to take at a time, of those of V tokens in each of G groups: (G, r, V)."""
+    """Slices of the r rows to process at a time, for shape (G, r, V)."""
     num_groups, num_rows, vocab_size = shape
     at_a_time = search_rows_at_a_time(num_groups * vocab_size)
     for first in range(0, num_rows, at_a_time):
@@ -31,15 +31,15 @@ def search_parts(shape: tuple[int, ...]) -> Iterator[slice]:
 def in_search_parts(
     shape: tuple[int, ...], function: Callable[..., tuple[torch.Tensor, ...]], *of_rows: Any
 ) -> tuple[torch.Tensor, ...]:
-    """What a function makes of rows: in one go if they are one part.
+    """Applies a function to rows, in one go if they are one part.
 
     Args:
         shape: As for `search_parts`.
-        function: Makes tensors [G, rows, ...] of what it is given.
-        of_rows: What it is given, of all rows: tensors [G, r, ...] and `Beams`.
+        function: Makes tensors [G, rows, ...] from its arguments.
+        of_rows: Its arguments for all rows: tensors [G, r, ...] and `SearchBeams`.
 
     Returns:
-        Tensors [G, r, ...]; new ones, if there are several parts.
+        Tensors [G, r, ...]; new ones if there are several parts.
     """
     num_groups, num_rows, vocab_size = shape
     if num_groups * num_rows * vocab_size <= CELLS:
@@ -59,5 +59,5 @@ def split_for_search(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def search_rows_near_at_hand(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows [N, V] in a host's memory, as many at a time as its cores have near at hand."""
+    """Splits rows [N, V] in a host's memory into as many at a time as fit the caches of its cores."""
     return torch.split(rows, max(CELLS_NEAR * torch.get_num_threads() // rows.shape[-1], 1))

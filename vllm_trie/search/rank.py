@@ -1,7 +1,7 @@
-"""Rank the continuations of many groups at once, in total order, and choose which slot each of the next beams takes.
+"""Ranks the continuations of many groups at once, in total order, and chooses a slot for each of the next beams.
 
-The order is: score desc, parent asc, token asc. Slots are chosen such that copying rows never overwrites what is still
-needed.
+The order is: score descending, parent ascending, token ascending. Slots are chosen so that copying rows never
+overwrites what is still needed.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from vllm_trie.search.parts import CELLS, search_rows_near_at_hand
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
 TILE = 64  # tokens
-MIN_TILES = 256  # fewer are no gain
-SCORE_UNIT = 1 << 31  # of an order key; a group has fewer continuations
-NO_KEY = (1 << 63) - 1  # comes last
-MANY = 256  # that numpy finds faster than torch on a host
+MIN_TILES = 256  # with fewer, tiles are no gain
+SCORE_UNIT = 1 << 31  # in an order key, above the place; a group has fewer continuations
+NO_KEY = (1 << 63) - 1  # sorts last
+MANY = 256  # from this count on, numpy is faster than torch on a host
 
 
 class SearchCandidates(NamedTuple, Generic[Array]):
     """Continuations of each group's beams: tensors [G, K]; on the host [K], of a single group."""
 
-    parents: Array  # row the continuation extends
+    parents: Array  # the row that the continuation extends
     tokens: Array
     scores: Array  # float32, cumulative log-probability; -inf where there is none
 
     @staticmethod
     def join(parts: Sequence[SearchCandidates[torch.Tensor]]) -> SearchCandidates[torch.Tensor]:
-        """Those of all parts, part after part."""
+        """Concatenates candidates, part after part."""
         return SearchCandidates(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
 
 class SearchRankingLimits(NamedTuple):
-    """Which continuations are ranked, where not all are.
+    """Limits a ranking to some continuations.
 
     Args:
-        biases: [V] float32, 0 for their tokens and -inf for others.
-        least: [G, r] float32, log-probability that those of each row have at least; None: any.
+        biases: [V] float32, 0 for the tokens that are ranked and -inf for others.
+        least: [G, r] float32, the lowest log-probability that is ranked, by row; None: no limit.
     """
 
     biases: torch.Tensor
@@ -52,7 +52,7 @@ class SearchRankingLimits(NamedTuple):
 def pick_search_candidates(
     candidates: SearchCandidates[torch.Tensor], chosen: torch.Tensor
 ) -> SearchCandidates[torch.Tensor]:
-    """Those at `chosen` [G, n]."""
+    """The candidates at `chosen` [G, n]."""
     parents, tokens, scores = candidates
     return SearchCandidates(parents.gather(1, chosen), tokens.gather(1, chosen), scores.gather(1, chosen))
 
@@ -60,7 +60,7 @@ def pick_search_candidates(
 def search_candidates_in_order(
     candidates: SearchCandidates[torch.Tensor], vocab_size: int
 ) -> SearchCandidates[torch.Tensor]:
-    """The same, the best first."""
+    """The candidates in rank order, the best first."""
     keys = _search_order_keys(candidates.scores, candidates.parents * vocab_size + candidates.tokens)
     return pick_search_candidates(candidates, keys.argsort(dim=1))
 
@@ -70,16 +70,16 @@ def rank_search_candidates(
 ) -> SearchCandidates[torch.Tensor]:
     """The best `count` continuations of each group by cumulative log-probability; fewer if there are fewer.
 
-    The best `count` lie in the `count` tiles of tokens whose best ones are best, by the same total order: before
-    whatever is in another tile come as many continuations, one of each of these. Equal scores are common with bfloat16
-    logits, so order keys hold the place, too. Which of the impossible continuations fill up the ranking does not
+    The best `count` lie in the `count` tiles of tokens with the best maxima, by the same total order: anything in
+    another tile is preceded by the maxima of these tiles, which are `count` continuations. Equal scores are common with
+    bfloat16 logits, so order keys include the place. Which impossible continuations fill up the ranking does not
     matter.
 
     Args:
         logprobs: [G, r, V] float32; r rows of each of G groups; -inf where a row may not take a token.
         scores: [G, r] float32, cumulative log-probability of each row, at most 0.
         count: K.
-        among: Those that are ranked; the others are as impossible. None: all.
+        among: What is ranked; the others count as impossible. None: everything.
 
     Returns:
         [G, K], the best first.
@@ -116,7 +116,7 @@ def rank_search_candidates(
 
 
 def _best_of_search_tiles(logprobs: torch.Tensor, among: SearchRankingLimits | None) -> torch.Tensor:
-    """[G, r, T] the best of each tile, of which the last may have fewer tokens."""
+    """[G, r, T], the maximum of each tile; the last tile may have fewer tokens."""
     if among is None:
         return _search_maxima(logprobs)
     num_groups, num_rows, vocab_size = logprobs.shape
@@ -131,12 +131,12 @@ def _best_of_search_tiles(logprobs: torch.Tensor, among: SearchRankingLimits | N
 
 
 def _logprobs_of_search_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[G, n, TILE] what is in n tiles of each group; anything beyond a row's end.
+    """[G, n, TILE], the log-probabilities in n tiles of each group; arbitrary beyond a row's end.
 
     Args:
         logprobs: [G, r, V].
-        tiles: [G, n] which tiles of all rows.
-        places: [G, n, TILE] the places in [r * V] of what is in them.
+        tiles: [G, n], tile numbers, counted over all rows.
+        places: [G, n, TILE], the places of their contents in [r * V].
     """
     num_groups, num_rows, vocab_size = logprobs.shape
     if vocab_size % TILE:
@@ -147,7 +147,7 @@ def _logprobs_of_search_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, place
 
 
 def _search_logprobs_reaching(logprobs: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
-    """Log-probabilities [G, n, m] with -inf for what is less than the `least` [G, n]."""
+    """Log-probabilities [G, n, m] with -inf for those below `least` [G, n]."""
     return logprobs if least is None else logprobs.where(logprobs >= least[..., None], NEVER)
 
 
@@ -159,13 +159,13 @@ def _search_maxima(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _search_order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Unique int64 keys, lower for a better score and, where scores are equal, for a lower place."""
+    """Unique int64 keys, lower for a better score and, for equal scores, for a lower place."""
     worse_is_more = total.abs().view(torch.int32)  # bits of floats without a sign compare as the floats do
     return torch.add(places, worse_is_more, alpha=SCORE_UNIT)
 
 
 def _first_search_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """[G, count] where the least of unique keys [G, n] are, in order."""
+    """[G, count], the positions of the lowest of unique keys [G, n], in order."""
     if count < MANY or not is_searched_on_host(keys.device):
         return keys.topk(count, dim=1, largest=False).indices
     values = keys.numpy()
@@ -174,13 +174,13 @@ def _first_search_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _in_search_tiles(values: torch.Tensor) -> torch.Tensor:
-    """[..., V] as [..., T, TILE], without what remains."""
+    """[..., V] as [..., T, TILE], without the remainder."""
     num_tiles = values.shape[-1] // TILE
     return values[..., : num_tiles * TILE].view(*values.shape[:-1], num_tiles, TILE)
 
 
 def search_topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.topk` of [..., V], which of a large vocabulary needs but the tiles with the greatest maxima."""
+    """As `torch.topk` of [..., V]; of a large vocabulary it ranks only the tiles with the greatest maxima."""
     vocab_size = values.shape[-1]
     num_tiles = vocab_size // TILE
     if num_tiles < max(MIN_TILES, 4 * count):
@@ -201,16 +201,16 @@ def search_topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 def choose_next_search_beams(
     candidates: SearchCandidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
 ) -> SearchCandidates[torch.Tensor]:
-    """Let the first `width` candidates that live be the next beams, [G, b] by slot.
+    """The first `width` live candidates become the next beams, [G, b] by slot.
 
-    Where they are fewer, some slots have no beam: score -inf, any token. Such a slot continues itself, or the only
-    row there is, so that nothing is copied for it.
+    If there are fewer, some slots have no beam: score -inf, any token. Such a slot continues itself, or the only row
+    there is, so that nothing is copied for it.
 
     Args:
         candidates: [G, K], the best first.
         lives: [G, K] bool, which of them may go on.
         width: Beams per group, b.
-        num_rows: Rows per group that they continue: 1, or b.
+        num_rows: Rows per group that they continue: 1 or b.
     """
     return in_search_slots(candidates, choose_search_slots(candidates.parents, lives, width), num_rows)
 
@@ -235,7 +235,7 @@ def choose_search_slots(parents: torch.Tensor, lives: torch.Tensor, width: int) 
 def in_search_slots(
     candidates: SearchCandidates[torch.Tensor], chosen: torch.Tensor, num_rows: int
 ) -> SearchCandidates[torch.Tensor]:
-    """The candidates [G, K] that slots have chosen, [G, b]."""
+    """The candidates [G, K] that slots take by `chosen`, [G, b]."""
     count, width = candidates.tokens.shape[1], chosen.shape[1]
     if is_searched_on_host(chosen.device) and max(map(max, chosen.tolist())) < count:  # every slot has a beam
         return pick_search_candidates(candidates, chosen)

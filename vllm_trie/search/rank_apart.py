@@ -1,4 +1,4 @@
-"""What goes on and what ends, ranked apart: so a step costs the same however many tokens end hypotheses."""
+"""Ranks what goes on and what ends separately, so a step's cost does not depend on the number of stop tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_trie.search.rank import (
 def rank_search_ends_apart(
     logprobs: torch.Tensor, scores: torch.Tensor, counts: tuple[int, int], stops: StopConstraints
 ) -> SearchCandidates[torch.Tensor]:
-    """The best continuations of each group that go on, and the best that end in a stop token, in one order.
+    """The best continuations of each group that go on, and the best that end in a stop token, merged in rank order.
 
     Args:
         logprobs, scores: As for `rank_search_candidates`.
-        counts: How many go on, and how many end.
+        counts: How many that go on, and how many that end.
         stops: The stop tokens.
     """
     ranked = []

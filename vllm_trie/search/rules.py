@@ -1,4 +1,4 @@
-"""How one step of a search selects: what the scheduler decides, the worker follows, and each strategy does its way."""
+"""The rules by which one search step selects: the scheduler sets them, the worker and its strategies apply them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, pi
 from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult
 from vllm_trie.search.token_tables import CPU
 
-Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn
+Draw = tuple[int, int]  # seed and step of a group, which decide what is sampled
 
 
 class SearchInputs(NamedTuple):
-    """What a step is taken with, besides logits and beams.
+    """The inputs of a step besides logits and beams.
 
     Args:
-        draws: Of each group, where something is drawn.
+        draws: Seed and step of each group, if anything is sampled.
         completes: Finds candidates that complete a stop string.
-        select_next: That of `slots`, or what does the same on this device.
-        boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
-        has_pending: Items that end are ranked by other boosts than what goes on: by `SearchBeams.boosts` at an end.
-        level: [V] int64, ascending: the tokens that logits are of, if not of a whole vocabulary.
+        select_next: `choose_next_search_beams`, or an equivalent for this device.
+        boosts: [G, r or 1, V] float32, added to log-probabilities for ranking; filters do not see them.
+        has_pending: Items that end have other boosts than what goes on: those of `SearchBeams.boosts` at an end.
+        level: [V] int64, ascending: the tokens that logits are for, if not a whole vocabulary.
     """
 
     draws: Sequence[Draw] = ()
@@ -43,23 +43,23 @@ class SearchInputs(NamedTuple):
 
 
 class SearchDecision(NamedTuple):
-    """What a strategy has chosen."""
+    """A strategy's decision: the step, and log-probabilities to report."""
 
     step: SearchStepResult[torch.Tensor]
-    logprobs: torch.Tensor  # [G, r, V]; some are reported
+    logprobs: torch.Tensor  # [G, r, V], for reports
 
 
 class SearchPhase(NamedTuple):
-    """What is particular about some steps of a search: it crosses to the worker in each, where `SearchRules` do once.
+    """What differs between the steps of a search: sent to the worker with each step, unlike `SearchRules`, sent once.
 
     Args:
         may_stop: `min_tokens` is reached.
-        looks_for_stops: Where a hypothesis may stop, stop tokens end it.
-        is_last: The length is reached: all hypotheses end here.
-        num_beams: That go on at most; None: one for each slot.
-        samples_rows: Each beam draws its next token for itself, whatever the strategy is.
-        done: Which groups of beams are, where beams are in groups.
-        eos_score_factor: A token, and the factor of the score by which it is compared.
+        looks_for_stops: Stop tokens end hypotheses, once these may stop.
+        is_last: The maximum length is reached: all hypotheses end here.
+        num_beams: The most beams that go on; None: one for each slot.
+        samples_rows: Each beam samples its next token independently, whatever the strategy.
+        done: The groups of beams that are done, in group beam search.
+        eos_score_factor: A token, and the factor by which its score is multiplied for comparisons.
     """
 
     may_stop: bool = True
@@ -72,7 +72,7 @@ class SearchPhase(NamedTuple):
 
 
 class SearchSizes(NamedTuple):
-    """How much a step of a group decides at most."""
+    """The most that a step decides for a group."""
 
     num_beams: int  # that go on
     num_finished: int
@@ -80,34 +80,34 @@ class SearchSizes(NamedTuple):
 
 
 class SearchStrategy:
-    """How the next beams are chosen among all continuations, and which of these finish: a file each in `strategies`."""
+    """How the next beams, and the hypotheses that finish, are chosen among all continuations; see `strategies`."""
 
     __slots__ = ()
     scales_logits: ClassVar[bool] = True  # the temperature divides logits
 
     @property
     def has_one_ranking(self) -> bool:
-        """Whether one ranking of all beams' continuations, those that finish among them, decides alone."""
+        """Whether a single ranking of all continuations, those that finish included, decides everything."""
         return False
 
     def in_phase(self, phase: SearchPhase) -> SearchStrategy:
-        """The same in steps of one phase."""
+        """This strategy in the steps of one phase."""
         return self
 
     def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
-        """How much is decided of a group: no more finishes than there are slots, unless a strategy says so."""
+        """How much is decided for a group: by default, at most as many hypotheses finish as there are slots."""
         return SearchSizes(rules.width, rules.width, num_rows)
 
     def choose(
         self, rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs
     ) -> SearchDecision:
-        """Choose the next beams of G groups.
+        """Chooses the next beams of G groups.
 
         Args:
-            rules: Theirs.
+            rules: The rules of all groups.
             logprobs: [G, r, V] float32, of what each row may take next.
-            beams: What their rows carry.
-            inputs: What else it takes.
+            beams: What the rows carry.
+            inputs: The other inputs of the step.
         """
         raise NotImplementedError
 
@@ -116,24 +116,24 @@ class _SearchRules(NamedTuple):
     width: int
     strategy: SearchStrategy
     stops: StopConstraints = StopConstraints()
-    num_logprobs: int | None = None  # what each row must report; None: nothing
+    num_logprobs: int | None = None  # best tokens that each row reports; None: nothing is reported
     is_controlled: bool = False  # penalties, biases, custom processors or the like act on the logits
     filters: SearchFilters = SearchFilters()
     pruning: SearchPruning = NO_PRUNING
-    constraints: tuple[Constraint, ...] = ()  # on what rows take
-    is_last: bool = False  # the length is reached: all hypotheses end here
-    num_beams: int | None = None  # that go on at most; None: one for each slot
-    num_ending: int | None = None  # continuations of a group among which some finish; None: as many as go on
+    constraints: tuple[Constraint, ...] = ()  # on what rows may take
+    is_last: bool = False  # the maximum length is reached: all hypotheses end here
+    num_beams: int | None = None  # the most beams that go on; None: one for each slot
+    num_ending: int | None = None  # the best continuations of a group that may finish; None: as many as go on
 
 
 class SearchRules(_SearchRules):
-    """How the worker selects: in any step as a request asks for it, and `in_phase` in one.
+    """How the worker selects: as the request asks for any step, or narrowed by `in_phase` for one.
 
-    Groups with equal rules are selected together.
+    Groups with equal rules share a step.
     """
 
     def in_phase(self, phase: SearchPhase) -> SearchRules:
-        """The same in steps of one phase."""
+        """These rules in the steps of one phase."""
         stops, strategy = self.stops._replace(are_barred=not phase.may_stop), self.strategy.in_phase(phase)
         if phase.may_stop:
             stops = stops._replace(ignored_token_ids=())
@@ -144,7 +144,7 @@ class SearchRules(_SearchRules):
         return self._replace(strategy=strategy, stops=stops, is_last=phase.is_last, num_beams=phase.num_beams)
 
     def layout(self, num_rows: int, vocab_size: int) -> SearchResultLayout:
-        """How a step is packed, whatever takes it: of groups with r rows, from a vocabulary of V tokens."""
+        """How a step is packed, for groups of r rows and a vocabulary of V tokens; the same on every device."""
         num_beams, num_finished, num_reporting = self.strategy.sizes(self, num_rows)
         has_ranks = self.num_ending is not None
         if (num_tops := self.num_logprobs) is None:
@@ -154,32 +154,32 @@ class SearchRules(_SearchRules):
 
     @cached_property
     def items(self) -> ItemConstraint | None:
-        """How rows go along a catalog, if they do."""
+        """How rows follow a catalog, if they do."""
         return next((key for key in self.constraints if isinstance(key, ItemConstraint)), None)
 
     @cached_property
     def are_sparse(self) -> bool:
-        """Whether a constraint lists what rows may take: then what finishes and what goes on are ranked apart."""
+        """Whether a constraint lists what rows may take: then finishing and surviving beams are ranked separately."""
         return any(key.is_sparse for key in self.constraints)
 
     @cached_property
     def contrasts(self) -> bool:
-        """Whether hypotheses also compete by what the draft model says."""
+        """Whether scores also depend on the draft model's log-probabilities."""
         return any(key.source is ConstraintSource.AMATEUR for key in self.constraints)
 
     @cached_property
     def leave_out(self) -> bool:
-        """Whether filters or pruning may leave out some of what rows could take."""
+        """Whether filters or pruning may leave out anything that rows could take."""
         return self.pruning != NO_PRUNING or self.filters != SearchFilters(self.filters.temperature)
 
     @cached_property
     def may_rise(self) -> bool:
-        """Whether constraints may add to what hypotheses compete by."""
+        """Whether constraints may add to the scores that hypotheses compete by."""
         return any(constraint.most_boost for constraint in self.constraints)
 
     @cached_property
     def ranks_together(self) -> bool:
-        """Whether beams that are worse than whatever lives on have no say."""
+        """Whether beams that are worse than everything that lives on have no influence."""
         is_bounded = self.num_ending is None and not self.may_rise  # nothing worse than what lives on may finish
         return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and is_bounded
 
@@ -202,14 +202,14 @@ def search_candidates_stopping(
 
 
 def search_candidates_alive(candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
-    """Which candidates [G, K] go on, unless there are better ones."""
-    return (candidates.scores > NEVER) > stops  # that is, and not
+    """Which candidates [G, K] go on, unless there are enough better ones."""
+    return (candidates.scores > NEVER) > stops  # that is, alive and not stopping
 
 
 def search_candidates_going_on(
     rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor
 ) -> torch.Tensor:
-    """The candidates that may become beams."""
+    """Which candidates [G, K] may become beams."""
     lives = search_candidates_alive(candidates, stops)
     return lives if rules.num_beams is None else lives & (lives.cumsum(dim=1) <= rules.num_beams)
 
@@ -220,7 +220,7 @@ def search_candidates_ended(
     stops: torch.Tensor,
     may_end: torch.Tensor | None = None,
 ) -> SearchCandidates[torch.Tensor]:
-    """The candidates that stop, or in the last step all, where they may; the others with a score of -inf."""
+    """The candidates that stop, or in the last step all, where `may_end` allows; the others with a score of -inf."""
     ends = torch.ones_like(stops) if rules.is_last else stops
     ends = ends if may_end is None else ends & may_end
     return candidates._replace(scores=candidates.scores.where(ends, NEVER))
@@ -229,11 +229,11 @@ def search_candidates_ended(
 def first_search_candidates(
     candidates: SearchCandidates[torch.Tensor], come_first: torch.Tensor, count: int
 ) -> SearchCandidates[torch.Tensor]:
-    """The first `count` candidates [G, K] once those come first that `come_first` says; else in their order."""
+    """The first `count` candidates [G, K], those with `come_first` before the others, each in their order."""
     return pick_search_candidates(candidates, (~come_first).byte().argsort(dim=1, stable=True)[:, :count])
 
 
 def search_continuations_by_row(tokens: torch.Tensor, scores: torch.Tensor) -> SearchCandidates[torch.Tensor]:
-    """Continuations [G, r, k] of r rows."""
+    """Continuations [G, r, k] of r rows as candidates [G, r * k]."""
     parents = search_numbers(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
     return SearchCandidates(parents.flatten(1), tokens.flatten(1), scores.flatten(1))

@@ -1,4 +1,4 @@
-"""Beams that are drawn: each by itself, or all from one joint distribution of everything they may become."""
+"""Beams that are sampled: each independently, or all from one joint distribution over all their continuations."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from vllm_trie.search.parts import in_search_parts, split_for_search
 
 
 def search_generator(seed: int, step: int) -> np.random.Generator:
-    """Random numbers by seed and step alone, whatever else is in the batch.
+    """Random numbers that depend only on seed and step, whatever else is in the batch.
 
-    Two generators of the same seed and step give the same numbers: what must be independent takes one after the other
-    from a single generator.
+    Two generators with the same seed and step give the same numbers: independent numbers must be taken one after the
+    other from a single generator.
     """
     return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), step], dtype=np.uint64)))
 
 
 def search_uniforms(seed: int, step: int, count: int) -> np.ndarray:
-    """[count] float64 in [0, 1), by seed and step alone, whatever else is in the batch."""
+    """[count] float64 in [0, 1) that depend only on seed and step, whatever else is in the batch."""
     return search_generator(seed, step).random(count)
 
 
 def draw_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Tokens [G, r, k], each independently by the probabilities of its row, by inverting their running sum.
+    """Samples tokens [G, r, k], each independently by the probabilities of its row, by inverting their running sum.
 
     Args:
-        logprobs: [G, r, V], -inf for what may not be drawn; they need not sum to one. Where nothing may be drawn,
-            the last token stands for it.
+        logprobs: [G, r, V], -inf for what may not be sampled; they need not sum to one. Where nothing may be sampled,
+            the last token is returned.
         chances: [G, r, k] float64 in [0, 1).
     """
 
@@ -45,21 +45,21 @@ def draw_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.T
 
 
 def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
-    """Beam sampling's one distribution of all continuations of all beams, [..., I, V] float64, summing to 1.
+    """Beam sampling's joint distribution of all continuations of all beams, [..., I, V] float64, summing to 1.
 
-    The temperature divides the cumulative sums, and the filters apply once, to all together: as the temperature goes
-    to 0, sampling without replacement becomes beam search. Source: DSBD paper.
+    The temperature divides cumulative sums, and the filters apply once, to all continuations together: as the
+    temperature goes to 0, sampling without replacement becomes beam search. Source: DSBD paper.
 
     Args:
         scores: [..., I], cumulative log-probabilities at temperature 1; -inf for a beam that may not continue.
         logprobs: [..., I, V], of the next token at temperature 1; -inf for what may not be taken.
-        filters: Its temperature must be above 0. What is more than 745 * temperature behind the best is 0 in float64;
-            if fewer cells are left than beams are wanted, it is too cold to draw.
+        filters: The temperature must be above 0. What is more than 745 * temperature below the best is 0 in float64;
+            if fewer cells are left than beams are wanted, the temperature is too low to sample.
 
     Returns:
-        All zeros if nothing is possible.
+        The distribution; all zeros if nothing is possible.
     """
-    logs = logprobs.to(torch.float64, copy=True)  # and then in place: there may be gigabytes
+    logs = logprobs.to(torch.float64, copy=True)  # the rest is in place: it may take gigabytes
     logs.add_(scores[..., None]).div_(filters.temperature)
     rows = logs.view(-1, logs.shape[-2] * logs.shape[-1])
     return filter_search_logprobs(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
@@ -68,18 +68,18 @@ def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, fil
 def draw_search_continuations(
     p: torch.Tensor, count: int, replacement: bool, rngs: Sequence[np.random.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw cells from the distribution of each group, [G, N], in the order of the device's stream.
+    """Samples cells from the distribution of each group, [G, N], in the order of the device's stream.
 
-    With replacement they are independent. Without, each is drawn from what the earlier ones have left.
+    With replacement they are independent. Without, each is sampled from what the earlier ones have left.
 
     Args:
         p: Unnormalised probabilities, float64.
-        count: How many.
-        rngs: What draws, by group.
+        count: How many to sample.
+        rngs: Random numbers, by group.
 
     Returns:
-        Cells [G, count] int64 in the order they were drawn, fewer if there are fewer, and which of these were
-        possible at all.
+        Cells [G, count] int64 in the order sampled, fewer if there are fewer, and which of these were possible at
+        all.
     """
     if replacement:
         chances = torch.empty(len(p), count, dtype=torch.float64, device=p.device)
@@ -91,13 +91,13 @@ def draw_search_continuations(
 
 
 def draw_search_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
-    """What `draw_search_continuations` draws for one group of [I, V], on the host, without what is not possible."""
+    """As `draw_search_continuations` for one group of [I, V], on the host, without impossible cells."""
     cells, is_possible = draw_search_continuations(p.flatten()[None], count, replacement, [rng])
     return cells[is_possible].cpu().numpy()
 
 
 def _inverted_search_sums(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Where the running sums of p [..., N] pass the chances [..., k], these being shares of its total."""
+    """Where the running sums of p [..., N] pass `chances` [..., k], which are shares of its total."""
     *others, last = split_for_search(p)
     ends = [search_running_sum(part)[..., -1:].clone() for part in others]
     *starts, start = accumulate(ends, initial=torch.zeros_like(p[..., :1]))
@@ -105,7 +105,7 @@ def _inverted_search_sums(p: torch.Tensor, chances: torch.Tensor) -> torch.Tenso
     if others:
         share.add_(start)
     total = share[..., -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not reach beyond the last possible
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not pass the last possible one
     passed = torch.minimum(chances * total, below_total)
     drawn = torch.searchsorted(share, passed, right=True)
     for part, start in zip(others, starts, strict=True):

@@ -1,7 +1,7 @@
-"""One step of a search: from logits to the next beams, and to the hypotheses that finish.
+"""One step of a search: from logits to the next beams and the hypotheses that finish.
 
-Everything here works on G groups with equal rules at once, in the order of the device's stream. Shapes depend on
-nothing that only the device knows, so the host never waits, except to judge stop strings.
+Everything here processes G groups with equal rules at once, in the order of the device's stream. No shape depends on
+values on the device, so the host never waits, except to find stop strings.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PLAIN = SearchInputs()
 def take_search_step(
     rules: SearchRules, logits: torch.Tensor, beams: SearchBeams, inputs: SearchInputs = PLAIN
 ) -> SearchStepResult[torch.Tensor]:
-    """Take one step of G groups.
+    """Takes one step of G groups.
 
     Args:
-        rules: Theirs.
-        logits: [G, r, V] of any floating point type, processed ones if `rules.is_controlled`.
-        beams: What their rows carry.
-        inputs: What else it takes.
+        rules: The rules of all groups.
+        logits: [G, r, V] of any floating point type; processed ones if `rules.is_controlled`.
+        beams: What the rows carry.
+        inputs: The other inputs of the step.
     """
     logprobs, beams = _search_row_logprobs(rules, logits, beams)
     if not beams.states or (boosts := beams.boosts(logprobs, rules.is_last)) is None:
@@ -57,22 +57,22 @@ def take_packed_search_step(
     inputs: SearchInputs = PLAIN,
     layout: SearchResultLayout | None = None,
 ) -> PackedSearchStep:
-    """Take one step, see `take_search_step`, and pack it for the host; `layout`: that of the rules, if it is known."""
+    """Takes one step, see `take_search_step`, and packs it for the host; `layout`: the rules' layout, if known."""
     step = take_search_step(rules, logits, beams, inputs)
     return pack_search_step(step, layout or rules.layout(*logits.shape[1:]))
 
 
 def is_light_search_step(rules: SearchRules) -> bool:
-    """Whether a step needs little memory beside its logits: nothing is drawn, sorted, masked, or added to scores."""
+    """Whether a step needs little memory besides its logits: it samples, sorts and masks nothing, and has no boosts."""
     strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (SearchFilters(), NO_PRUNING)
     if rules.items is not None and not (rules.items.is_plain and rules.num_logprobs is None):
-        return False  # a catalog's root, and what is not plain, may have as many children as there are tokens
+        return False  # a catalog's root, and items that are not plain, may have as many children as there are tokens
     boosts = any(type(key).boosts is not Constraint.boosts for key in rules.constraints)
     return isinstance(strategy, BestStrategy) and strategy.semantics != "vllm" and has_no_filters and not boosts
 
 
 def is_narrow_search_step(rules: SearchRules) -> bool:
-    """Whether a step needs the logits of a catalog's level alone: nothing looks at, reports or masks other tokens."""
+    """Whether a step needs only the logits of a catalog's level: nothing ranks, reports or masks other tokens."""
     items, stops = rules.items, rules.stops
     return (
         items is not None
@@ -87,7 +87,7 @@ def is_narrow_search_step(rules: SearchRules) -> bool:
 def joint_search_distribution(
     rules: SearchRules, logits: torch.Tensor, beams: SearchBeams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What beam sampling draws the next beams of a group from.
+    """The distribution from which beam sampling samples the next beams of a group.
 
     Args:
         rules, logits, beams: As for `take_search_step`.
@@ -102,9 +102,9 @@ def joint_search_distribution(
 
 
 def search_logprobs_of_draft(rules: SearchRules, logits: torch.Tensor, beams: SearchBeams) -> torch.Tensor:
-    """What drafts compete by: log-probabilities [G, r, V] of a draft model, and boosts.
+    """The scores that drafts compete by: log-probabilities [G, r, V] of a draft model plus boosts.
 
-    It is -inf for whatever does not go on after the next step.
+    -inf for tokens after which no beam continues.
     """
     logprobs = search_log_probabilities(logits, rules.stops.last_token_ids, rules.filters.temperature)
     logprobs = beams.narrow(beams.restrict(logprobs))
@@ -117,7 +117,7 @@ def _search_row_logprobs(
 ) -> tuple[torch.Tensor, SearchBeams]:
     """Log-probabilities [G, r, V], and the rows with their scores.
 
-    A row that may take no token at all, which only controls and grammars can bring about, ends here.
+    A row that may take no token at all dies here; only controls and grammars can bring this about.
     """
     masked = beams.mask(logits) if beams.states else logits
     if rules.is_controlled or masked is not logits:
@@ -128,14 +128,14 @@ def _search_row_logprobs(
             beams = beams._replace(scores=beams.scores.masked_fill(is_barred, NEVER))
     temperature = rules.filters.temperature if rules.strategy.scales_logits else 1.0
     logprobs = search_log_probabilities(masked, rules.stops.barred_token_ids, temperature)
-    del masked  # which may be as large
+    del masked  # frees memory: it may be as large as the logits
     return beams.restrict(logprobs) if beams.states else logprobs, beams
 
 
 def search_log_probabilities(
     logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
+    """Log-softmax of logits [..., V] in float32, then the mask, which does not renormalise, as in transformers."""
     if temperature != 1.0:
         logits = logits.float() / temperature
     if logits.numel() <= CELLS_NEAR or not is_searched_on_host(logits.device):
@@ -148,7 +148,7 @@ def search_log_probabilities(
 
 
 def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """In float32, on a host: it converts few rows at a time, which it then has near at hand."""
+    """Log-softmax in float32, on a host: it converts few rows at a time, which then stay in the caches."""
     logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
     for some, of_some in zip(
         search_rows_near_at_hand(logits.reshape(-1, logits.shape[-1])),
@@ -160,7 +160,7 @@ def _search_log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def reported_search_step(rules: SearchRules, choice: SearchDecision) -> SearchStepResult[torch.Tensor]:
-    """The step that was chosen, with the log-probabilities that the rules ask for."""
+    """The chosen step, with the log-probabilities that the rules ask for."""
     step, logprobs = choice
     if rules.num_logprobs is None:
         return step
@@ -185,7 +185,7 @@ def _search_token_logprobs(
 
 
 def _search_token_ranks(logprobs: torch.Tensor, parents: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """[G, k] how many tokens of their rows `parents` [G, k] are as probable as these, or more."""
+    """[G, k], how many tokens of rows `parents` [G, k] are at least as probable as `own` [G, k]."""
     groups = search_numbers(len(parents), own.device)[:, None]
 
     def of_some(parents: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What one step of beam search decides, and how it travels to the host: as one tensor."""
+"""What one step of beam search decides, and how it is packed into one tensor for the host."""
 
 from __future__ import annotations
 
@@ -28,52 +28,51 @@ class SearchTopLogprobs(NamedTuple, Generic[Array]):
 
 
 class SearchTokenLogprobs(NamedTuple, Generic[Array]):
-    """What continuations report of their newest tokens: tensors [G, n]; on the host [n]."""
+    """What is reported of the newest tokens of continuations: tensors [G, n]; on the host [n]."""
 
     logprobs: Array  # float32
     ranks: Array  # how many tokens of its row are at least as probable
 
 
 class SearchRankScores(NamedTuple, Generic[Array]):
-    """What hypotheses compete by besides sums: float32 tensors [G, b] and [G, F]; on the host [b] and [F]."""
+    """The scores that hypotheses compete by besides sums: float32 tensors [G, b] and [G, F]; on the host [b], [F]."""
 
     beams: Array
     finished: Array
 
 
 class SearchStepResult(NamedTuple, Generic[Array]):
-    """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], of a single group."""
+    """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], for a single group."""
 
     parents: Array  # by slot: the slot whose beam this slot continues
     tokens: Array  # by slot
     scores: Array  # by slot, float32; -inf where there is no beam
-    finished: SearchCandidates[Array]  # hypotheses that end here, in the order in which they are kept on equal scores
-    top_logprobs: SearchTopLogprobs[Array] | None = (
-        None  # by parent; this and the others if log-probabilities are reported
-    )
+    finished: SearchCandidates[Array]  # hypotheses that end here; ties keep this order
+    # By parent; this and the next two if log-probabilities are reported.
+    top_logprobs: SearchTopLogprobs[Array] | None = None
     beam_logprobs: SearchTokenLogprobs[Array] | None = None  # by slot
     finished_logprobs: SearchTokenLogprobs[Array] | None = None
-    rank_scores: SearchRankScores[Array] | None = None  # by which hypotheses compete, if not by `scores`
-    states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
-    finished_ranks: Array | None = None  # places of what finishes among all continuations, if they count; on the host
+    rank_scores: SearchRankScores[Array] | None = None  # what hypotheses compete by, if not `scores`
+    states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, only those known already; on the device
+    finished_ranks: Array | None = None  # ranks among all continuations of what finishes, if needed; on the host
 
     @property
     def num_beams(self) -> int:
-        """Beams that live on, of a single group."""
+        """Live beams of a single group."""
         return int((np.asarray(self.scores) > NEVER).sum())
 
 
 @dataclass(frozen=True)
 class SearchResultLayout:
-    """How a step is packed: which columns each of its fields has, integers first, then floats.
+    """How a step is packed: the columns of each of its fields, integers first, then floats.
 
-    `SearchRules.layout` says it of a step that is to be taken.
+    `SearchRules.layout` makes it for a step before it is taken.
 
     Args:
         width: Beams that go on, b.
-        num_finished: F, for hypotheses that finish: no more can, however many stop tokens there are.
+        num_finished: F, the most hypotheses that can finish, whatever the number of stop tokens.
         top_shape: [r, N], if log-probabilities are reported.
-        has_ranks: The host must know how what finishes ranks among all continuations: by its place.
+        has_ranks: The host must know how what finishes ranks among all continuations: its position gives the rank.
         has_rank_scores: Hypotheses compete by other scores than their sums.
     """
 
@@ -85,18 +84,18 @@ class SearchResultLayout:
 
     @cached_property
     def ints(self) -> list[slice]:
-        """Columns of each field of integers."""
+        """Columns of each integer field."""
         return _columns_from(0, [self.width, self.width, self.num_finished, self.num_finished, *self._reported])
 
     @cached_property
     def floats(self) -> list[slice]:
-        """Columns of each field of floats."""
+        """Columns of each float field."""
         sides = [self.width, self.num_finished]
         return _columns_from(self.num_ints, [*sides, *self._reported, *(sides if self.has_rank_scores else ())])
 
     @property
     def num_ints(self) -> int:
-        """Columns of all integers: floats follow them."""
+        """Columns of all integers; the floats follow."""
         return self.ints[-1].stop
 
     @property
@@ -110,7 +109,7 @@ class SearchResultLayout:
 
 
 class PackedSearchStep(NamedTuple):
-    """A step of G groups, and what goes to the host."""
+    """A step of G groups, packed for the host."""
 
     going: NextSearchBeams
     words: torch.Tensor  # [G, n] int32, as `pack_search_step` lays it out
@@ -118,16 +117,16 @@ class PackedSearchStep(NamedTuple):
 
 
 def next_search_beams(step: SearchStepResult[torch.Tensor]) -> NextSearchBeams:
-    """The beams of a step that go on."""
+    """The beams that live on after a step."""
     ranks = None if step.rank_scores is None else step.rank_scores.beams
     return NextSearchBeams(step.parents, step.tokens, SearchBeams(step.scores, ranks, step.states or STATELESS))
 
 
 def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultLayout) -> PackedSearchStep:
-    """All of a step as one tensor, to be copied to the host at once; floats keep their bits.
+    """Packs a step into one tensor, to be copied to the host at once; floats keep their bits.
 
     Args:
-        layout: By the rules; scores by which hypotheses compete are added to it, if there are some.
+        layout: The rules' layout; the scores that hypotheses compete by are added to it, if the step has them.
     """
     parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, *_ = step
     if num_missing := layout.num_finished - finished.scores.shape[1]:  # there are fewer continuations
@@ -147,17 +146,17 @@ def pack_search_step(step: SearchStepResult[torch.Tensor], layout: SearchResultL
 def filled_up_search_candidates(
     candidates: SearchCandidates[torch.Tensor], num_missing: int
 ) -> SearchCandidates[torch.Tensor]:
-    """The same, and so many after them that are none."""
+    """The candidates, followed by `num_missing` that do not exist."""
     return SearchCandidates(*(_filled_up(field, num_missing) for field in candidates))
 
 
 def _filled_up(field: torch.Tensor, num_missing: int) -> torch.Tensor:
-    """[G, F] of [G, F - num_missing]: what is missing does not finish."""
+    """[G, F] from [G, F - num_missing], filled up with hypotheses that do not finish."""
     return torch.cat([field, field.new_full((len(field), num_missing), NEVER if field.is_floating_point() else 0)], 1)
 
 
 def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[SearchStepResult[np.ndarray]]:
-    """The step of each group that `pack_search_step` has packed; `finished` without what does not finish."""
+    """The step of each group from what `pack_search_step` has packed; `finished` only has what finishes."""
     parents, tokens, ended_by, ended_in, *reported = [array[:, columns] for columns in layout.ints]
     array = array.view(np.float32)
     scores, ended_with, *logprobs = [array[:, columns] for columns in layout.floats]
@@ -184,5 +183,5 @@ def unpack_search_steps(array: np.ndarray, layout: SearchResultLayout) -> list[S
 
 
 def _columns_from(first: int, sizes: list[int]) -> list[slice]:
-    """Of fields of so many columns, one after the other."""
+    """The columns of consecutive fields with these sizes."""
     return [slice(first + end - size, first + end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,4 +1,4 @@
-"""Stop strings: which token completes one, judged on the text a hypothesis has generated."""
+"""Stop strings: finds which token completes one in the text that a hypothesis has generated."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import numpy as np
 
 from vllm_trie.search import search_part_on_demand
 
-CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
-MOST_OPEN = 3  # bytes, or tokens, of an open character
-FIRST_SPAN = 16  # tokens of a hypothesis that are decoded at first, to find as much text as the longest string has
+CONTEXT = (
+    8  # tokens before the text in question: a whole character, and an open one without its last token, at four each
+)
+MOST_OPEN = 3  # bytes, or tokens, of an incomplete character
+FIRST_SPAN = 16  # tokens of a hypothesis decoded at first, to find as much text as the longest string has
 UNKNOWN, NO, MAYBE = -1, 0, 1
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
 
 
 class SearchTextEnd(NamedTuple):
-    """Where the text of a hypothesis ends.
+    """The end of a hypothesis' text.
 
     Args:
-        state: Of the matcher.
-        tokens: The last few, on which depends how the next one is written.
-        before: A text that what these and the next one say begins with.
-        num_read: Characters after that which the matcher has read.
+        state: The matcher's state.
+        tokens: The last few tokens, which decide how the next one is decoded.
+        before: A text with which the text of `tokens` and the next one begins.
+        num_read: Characters after `before` that the matcher has read.
     """
 
     state: int
@@ -35,9 +37,9 @@ class SearchTextEnd(NamedTuple):
 class SearchStopStrings:
     """The stop strings of one request.
 
-    Few tokens can complete a given string: those whose own text contains it or begins with some ending of it. Only
-    for these the hypothesis is decoded, once for all of them, and of it only as much as the longest string can span.
-    What a token costs does not depend on how many strings there are, nor how long they are.
+    Few tokens can complete a given string: those whose own text contains it or begins with some ending of it. Only for
+    these is the hypothesis decoded, once for all of them, and only as much of it as the longest string can span. The
+    cost of a token does not depend on the number or length of the strings.
 
     Args:
         strings: The stop strings, not empty.
@@ -60,7 +62,7 @@ class SearchStopStrings:
         return self._suspicion[tokens] == MAYBE
 
     def end_of(self, prompt: Sequence[int], generated: Sequence[int]) -> SearchTextEnd:
-        """Where a hypothesis has come to, for `is_completed_by`.
+        """The end of a hypothesis, for `is_completed_by`.
 
         Args:
             prompt: Tokens of the prompt, or its last few.
@@ -83,7 +85,7 @@ class SearchStopStrings:
         return SearchTextEnd(state, [*context, *window], before, len(text))
 
     def is_completed_by(self, token: int, end: SearchTextEnd) -> bool:
-        """Whether a token, after a hypothesis, completes a string within the generated text."""
+        """Whether a token that follows a hypothesis completes a string within the generated text."""
         text = search_text_after(end.before, self._decode([*end.tokens, token]))
         return self._matcher.read(text[end.num_read :], end.state)[1]
 
@@ -91,7 +93,7 @@ class SearchStopStrings:
         alone = self._decode([token])
         if INCOMPLETE in alone:
             return True
-        behind = self._decode([token, token])[len(alone) :]  # some tokenizers write a first token differently
+        behind = self._decode([token, token])[len(alone) :]  # some tokenizers decode a first token differently
         return any(self._fits(piece) for piece in (alone, behind))
 
     def _fits(self, piece: str) -> bool:
@@ -100,10 +102,10 @@ class SearchStopStrings:
 
 
 def search_text_context(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
-    """The last few of some tokens, and their text, which begins within a character only if no whole one is in it.
+    """The last few tokens, and their text, which begins within a character only if they have no whole one.
 
-    Where bytes in a row are characters or none of them is (Llama 2, Gemma), of a row that ends within a character these
-    are the bytes of this one alone: with the others they would spoil each other.
+    Some tokenizers (Llama 2, Gemma) decode a run of bytes either as characters or, if any is incomplete, not at all. Of
+    a run that ends within a character this returns only the bytes of this character: the others would be spoilt.
     """
     context = [int(token) for token in tokens[-CONTEXT:]]
     whole, text = _search_text_from_character(context, decode)
@@ -119,13 +121,13 @@ def search_text_context(tokens: Sequence[int], decode: Callable[[list[int]], str
 
 
 def _search_text_from_character(tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
-    """The tokens without those that a text begins within a character by, and their text; nothing if all are such."""
+    """The tokens without those at the beginning that are part of a character, and their text, which may be empty."""
     while (text := decode(tokens)).startswith(INCOMPLETE):
         tokens = tokens[1:]
     return tokens, text
 
 
 def search_text_after(before: str, text: str) -> str:
-    """What a text goes on with; `before` may end within a character, and then this begins with the whole of it."""
+    """What `text` adds to `before`; if `before` ends within a character, that whole character comes first."""
     num_common = next((i for i, (x, y) in enumerate(zip(before, text, strict=False)) if x != y), len(before))
     return text[num_common:]

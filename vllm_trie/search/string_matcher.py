@@ -1,4 +1,4 @@
-"""Many strings looked for at once: the automaton of Aho and Corasick 1975, "Efficient string matching"."""
+"""Finds many strings at once: the automaton of Aho and Corasick 1975, "Efficient string matching"."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ ROOT = 0
 
 
 class StopStringMatcher:
-    """Looks for strings in text that comes piece by piece, in time that does not grow with their number or length.
+    """Finds strings in text that arrives piece by piece, in time independent of their number and length.
 
-    A state stands for the longest ending of the text so far with which one of the strings begins.
+    A state stands for the longest ending of the text so far that is the beginning of one of the strings.
 
     Args:
-        strings: Not empty, nor is any of them.
+        strings: Not empty; none of them is empty.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
-        self._next = [dict[str, int]()]  # by state: where a character leads that goes on with a string
-        self._ends = [False]  # by state: whether a string ends there
+        self._next = [dict[str, int]()]  # by state: the next state by character, along the strings
+        self._ends = [False]  # by state: whether a string ends at it
         for string in strings:
             state = ROOT
             for character in string:
@@ -29,7 +29,7 @@ class StopStringMatcher:
                     self._ends.append(False)
                 state = following
             self._ends[state] = True
-        self._shorter = [ROOT] * len(self._next)  # by state: that of the next shorter ending
+        self._shorter = [ROOT] * len(self._next)  # by state: the state of the next shorter ending
         waiting = deque(self._next[ROOT].values())
         while waiting:
             state = waiting.popleft()
@@ -39,7 +39,7 @@ class StopStringMatcher:
                 waiting.append(following)
 
     def read(self, text: str, state: int = ROOT) -> tuple[int, bool]:
-        """The state after a piece of text, and whether a string ends in this piece, wherever it has begun."""
+        """The state after a piece of text, and whether a string ends in this piece, wherever it begins."""
         is_found = False
         for character in text:
             state = self._after(state, character)

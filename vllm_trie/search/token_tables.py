@@ -1,4 +1,4 @@
-"""Sets of tokens that come with requests, such as stop tokens, as tables over the vocabulary: each is uploaded once."""
+"""Tables over the vocabulary for sets of tokens that come with requests, such as stop tokens; each uploaded once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 from vllm_trie.search.devices import cached_search_tensors_within, uploaded_for_search
 
 CPU = torch.device("cpu")
-MOST_TOKENS = 1 << 31  # of any vocabulary
-TABLE_BYTES = (
-    32 << 20
-)  # of tables of each of the two kinds that stay beside those of running searches, and of lists of them
-BYTES_OF_ID = 40  # of a token in such a list: a number, and its place in a tuple
+MOST_TOKENS = 1 << 31  # more than any vocabulary has
+TABLE_BYTES = 32 << 20  # cached tables of each of the two kinds, besides those of running searches, and their keys
+BYTES_OF_ID = 40  # of a token in a key: a number, and its place in a tuple
 
 
 class SearchTokenIds(tuple[int, ...]):
-    """Tokens that are looked up at every step: they are hashed once, and travel to other processes as bytes."""
+    """Tokens that are looked up at every step: hashed once, and pickled as bytes."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -38,7 +36,7 @@ def _search_token_ids(content: bytes) -> SearchTokenIds:
 
 @cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
 def search_token_columns(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """[n] int64, those of some tokens that a vocabulary has. Not to be written to."""
+    """[n] int64, the tokens that are in the vocabulary. Read-only."""
     return uploaded_for_search(_search_tokens_in_vocabulary(token_ids, vocab_size), device)
 
 
@@ -46,7 +44,7 @@ def search_token_columns(token_ids: tuple[int, ...], vocab_size: int, device: to
 def search_token_classes(
     token_ids: tuple[int, ...], of_these: int, vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """[V] int8, the class of some tokens; 0 is that of all others. Not to be written to."""
+    """[V] int8, `of_these` for the given tokens, 0 for all others. Read-only."""
     table = np.zeros(vocab_size, np.int8)
     table[_search_tokens_in_vocabulary(token_ids, vocab_size)] = of_these
     return uploaded_for_search(table, device)

@@ -1,4 +1,4 @@
-"""Where finished hypotheses compete of which several may be one item: the best of an item counts alone."""
+"""A pool in which several finished hypotheses may be the same item: only the best of each item counts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 from vllm_trie.search.stopping import EarlyStopping, FinishedSearchHypotheses, HfSearchPool
 
-NO_ITEM = -1  # of a hypothesis that is no whole item: nothing else is the same
-ItemsOf = Callable[[np.ndarray], np.ndarray]  # [n] int64: equal numbers of leaves [n] that are one item
+NO_ITEM = -1  # of a hypothesis that is no whole item: it differs from every other
+ItemsOf = Callable[[np.ndarray], np.ndarray]  # from leaves [n] to [n] int64: leaves of the same item have equal numbers
 
 
 class UniqueSearchPool(HfSearchPool):
     """The best `width` finished hypotheses of different items, each the best of its item.
 
     Args:
-        items_of: Which item each leaf is.
+        items_of: Maps leaves to their items.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class UniqueSearchPool(HfSearchPool):
         self._items_of = items_of
 
     def finishing(self, leaves: np.ndarray, ranks: np.ndarray, num_ranked: int, most: int) -> np.ndarray:
-        """See `SearchPool`: of those that are one item the best, and others do not count among the best `most`."""
+        """See `SearchPool`: the best of each item; the others do not count among the best `most`."""
         is_best = are_best_of_search_items(self._items_of(leaves))
         return is_best & (ranks - np.cumsum(~is_best) < most)
 
@@ -41,7 +41,7 @@ class UniqueSearchPool(HfSearchPool):
 
 
 def are_best_of_search_items(items: np.ndarray) -> np.ndarray:
-    """[n] bool: which of hypotheses in order, the best first, is the best of its item; `items` [n] says which."""
+    """[n] bool, whether each hypothesis is the best of its item; `items` [n] are in order, the best first."""
     is_best = items == NO_ITEM
     is_best[np.unique(items, return_index=True)[1]] = True
     return is_best

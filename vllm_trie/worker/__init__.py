@@ -1,1 +1,1 @@
-"""The worker's side: one beam group is b rows of the batch."""
+"""The worker's side: each beam group is b rows of the batch."""

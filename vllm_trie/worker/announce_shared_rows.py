@@ -1,4 +1,4 @@
-"""Tells attention, before it prepares for a batch, which of its rows share blocks."""
+"""Announces to attention, before it prepares for a batch, which of its rows share blocks; called by the runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 def announce_shared_rows(
     runner: GPUModelRunner, context: RunnerStepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
-    """Hand the rows of all decoding groups, and their trees, to the builders of the target model's layers."""
+    """Announces the rows of all decoding groups, and their trees, to the target's attention metadata builders."""
     if not (shared := context.num_shared):
         return
     rows = BatchRows(batch, runner.max_num_reqs)
@@ -30,14 +30,14 @@ def announce_shared_rows(
 def runner_reads_shared_blocks_once(
     runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]
 ) -> tuple[bool, int | None]:
-    """Whether any layer will do that in this step, known before there is a batch; and by which graphs.
+    """Whether any layer will read shared blocks once in this step, known before there is a batch; and by which graphs.
 
     Args:
         runner: vLLM's.
         sharing: Of each decoding group: its rows, and by KV cache group how many first tokens they share.
 
     Returns:
-        Also what stands for vLLM's number of tokens of each row: `SHARES_BLOCKS` or, without full graphs, None.
+        Also the stand-in for vLLM's number of tokens per row: `SHARES_BLOCKS` or, without full graphs, None.
     """
     builders = [*builders_of_runner(runner)] if sharing else []
     takes_any = any(
@@ -50,7 +50,7 @@ def runner_reads_shared_blocks_once(
 
 
 def builders_of_runner(runner: GPUModelRunner) -> Iterator[tuple[int, SharesAttentionPrefixes]]:
-    """Those that may make use of it, each after its KV cache group."""
+    """The builders that can share reads, each with its KV cache group's number."""
     for number, attn_groups in enumerate(runner.attn_groups):
         for attn_group in attn_groups:
             if isinstance(builder := attn_group.get_metadata_builder(0), SharesAttentionPrefixes):

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker around a runner with beam groups."""
+"""vLLM's CPU worker with a runner for beam groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
-    """vLLM's CPU runner with beam groups."""
+    """vLLM's CPU runner for beam groups."""
 
 
 class BeamCPUWorker(TakesRowCatalogs, WorkerLeavesRoom, CPUWorker):
-    """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
+    """A CPU worker with `BeamCPUModelRunner`. `CPUWorker.init_device` names its runner class: the only seam."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self._config = vllm_config

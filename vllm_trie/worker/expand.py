@@ -1,7 +1,7 @@
-"""From one entry to b rows: the scheduler's message as vLLM's runner must see it, and what a step hands on.
+"""Expands one entry per group to b rows: the scheduler's message as vLLM's runner must see it, and a step's context.
 
-Row 0 keeps the request's id, the others are `"{id}#{k}"`. To the runner each is a request with a slot of its own,
-whose tokens and blocks lie on the device. What beams a group has, only the device knows: nothing here waits for it.
+Row 0 keeps the request's id, the others are `"{id}#{k}"`. To the runner each is a request with its own slot, whose
+tokens and blocks are on the device. Only the device knows a group's beams: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 
 class DraftForest(Protocol):
-    """What one group has drafted for one step: a tree in the row of each beam."""
+    """The drafts of one group for one step: a tree in the row of each beam."""
 
     @property
     def num_layers(self) -> int:
-        """Steps of its search that it may take beside the first."""
+        """Search steps that it may make possible besides the first."""
 
     def trees(self, rows: BatchRows) -> RowTrees:
-        """The trees in the batch of these rows, of which attention is told."""
+        """The trees, for attention, in the batch of these rows."""
 
 
 class PackedStep(NamedTuple):
-    """What a step of groups with equal rules decided, on the device."""
+    """The decision of a step of groups with equal rules, on the device."""
 
     group_ids: list[str]
     packed: torch.Tensor  # [G, n] int32
@@ -44,26 +44,26 @@ class PackedStep(NamedTuple):
 
 @dataclass(slots=True)
 class RunnerStepContext:
-    """One step of the engine, from `execute_model` to `sample_tokens`: all that one hook leaves to another.
+    """One step of the engine, from `execute_model` to `sample_tokens`: everything that one hook passes to another.
 
-    `decided_at` is the event in the device's stream after which all is decided: of a step with groups.
+    For a step with groups, `decided_at` is the event in the device's stream after which everything is decided.
     """
 
-    steps: dict[str, GroupStep] = field(default_factory=dict)  # of the groups in it, by id
-    entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
-    copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
-    new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
-    left: list[str] = field(default_factory=list)  # further rows of groups that end, or were preempted
+    steps: dict[str, GroupStep] = field(default_factory=dict)  # of the step's groups, by id
+    entered: list[str] = field(default_factory=list)  # groups with new rows: they begin, or fan out
+    copied: list[str] = field(default_factory=list)  # of `entered`: whose further rows are copies of the first
+    new_tokens_unknown: list[str] = field(default_factory=list)  # of `entered`: newest tokens only the device knows
+    left: list[str] = field(default_factory=list)  # further rows of groups that ended or were preempted
     forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
-    cannot_draft: bool = False  # by this engine's attention
-    narrow: Collection[str] = ()  # groups of whose rows few logits are computed, see `worker.select.narrow`
-    masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
-    selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
-    decided: dict[str, DecidedMessage] = field(default_factory=dict)  # what was decided on the host: of the forests
+    cannot_draft: bool = False  # because of this engine's attention
+    narrow: Collection[str] = ()  # groups for whose rows few logits are computed, see `worker.select.narrow`
+    masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32], of groups with a grammar, packed
+    selected: list[PackedStep] = field(default_factory=list)  # decided on the device
+    decided: dict[str, DecidedMessage] = field(default_factory=dict)  # decided on the host: by forests
     decided_at: Any = None
-    # Of groups that run with all their rows: by KV cache group how many first tokens these share.
+    # By group that runs with all its rows: by KV cache group, how many first tokens these share.
     num_shared: dict[str, list[int]] = field(default_factory=dict)
-    gets_blocks: bool = False  # rows of some of these get further blocks
+    gets_blocks: bool = False  # rows of some of these groups get further blocks
 
     @property
     def copies_tails(self) -> bool:
@@ -77,7 +77,7 @@ class RunnerStepContext:
 
     @property
     def selecting(self) -> list[str]:
-        """Groups whose next beams are selected in it."""
+        """Groups whose next beams are selected in this step."""
         return [group_id for group_id, step in self.steps.items() if step.selects]
 
     @property
@@ -87,13 +87,13 @@ class RunnerStepContext:
 
     @property
     def most_steps(self) -> int:
-        """Steps of the search that any group can take."""
+        """The most search steps that any group can take."""
         if not self.forests:
             return 1
         return 1 + max(forest_step.num_layers for forest_step in self.forests.values())
 
     def results(self, packed: Sequence[np.ndarray]) -> dict[str, DecidedMessage]:
-        """All that was decided, by group. `packed`: copies of what is on the device."""
+        """Everything that was decided, by group. `packed`: copies of what is on the device."""
         decided = dict(self.decided)
         for selected, on_host in zip(self.selected, packed, strict=True):
             steps = zip(selected.group_ids, unpack_search_steps(on_host, selected.layout), strict=True)
@@ -106,13 +106,13 @@ class RunnerStepContext:
 def expand(
     output: SchedulerOutput, groups: dict[str, GroupRows], device: torch.device, copies_rows: bool = False
 ) -> tuple[SchedulerOutput, RunnerStepContext]:
-    """The message with b entries per decoding group, and what the step's later hooks need of it.
+    """The message with b entries per decoding group, and the step's context.
 
-    The original may be shared with the scheduler; it is not changed.
+    The original may be shared with the scheduler, and is not changed.
 
     Args:
         output: The scheduler's, with one entry per group.
-        groups: All groups of the runner; those that come and go are entered and struck out.
+        groups: All groups of the runner; adds those that begin and removes those that end.
         device: Where their scores are.
         copies_rows: Rows of a group that fans out may become copies of the first one (see `new_rows`), unless vLLM
             counts or masks tokens for each.
@@ -183,7 +183,7 @@ def expand(
 def _expand_first_beams(
     group: GroupRows, step: GroupStep, num_requests: int, num_computed_tokens: int, device: torch.device
 ) -> list[NewRequestData]:
-    """The first beams as requests, the group's first row anew among them; note what is known of all beams."""
+    """The first beams as requests, including the group's first row again; records what is known of all beams."""
     assert step.rows is not None
     first_id, num_rows = group.request.req_id, len(step.rows.tables[0])
     group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, num_rows))]
@@ -194,7 +194,7 @@ def _expand_first_beams(
         known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
         group.beams = SearchBeams(*uploaded_for_search(np.stack(known).astype(np.float32), device)[:, None])
         group.tokens = uploaded_for_search(step.resumed.histories[:, -1].astype(np.int64), device)
-    # All of the prompt is computed, its embeddings with it.
+    # All of the prompt is computed, including its embeddings.
     request = replace(
         group.request,
         num_computed_tokens=num_computed_tokens,

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker around a runner with beam groups."""
+"""vLLM's GPU worker with a runner for beam groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_trie.worker.startup.warm_up import WarmsUpAtStartup
 
 
 class BeamGPUWorker(TakesRowCatalogs, WorkerLeavesRoom, WarmsUpAtStartup, Worker):
-    """Makes the runner with beam groups."""
+    """A GPU worker with `BeamModelRunner`."""
 
     def _make_model_runner(self) -> BeamModelRunner:
         if plugin_config_of(self.vllm_config).shared_prefix_attention != "off":

@@ -1,6 +1,6 @@
-"""What launches of kernels need: where there are kernels, and whole numbers.
+"""Where kernels run, and arithmetic for launching them.
 
-Triton has the same functions of numbers, of which each call takes microseconds.
+Triton has the same arithmetic, but each call takes microseconds.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 @cache
 def worker_runs_kernels_on(device: torch.device) -> bool:
-    """Whether kernels do the work on this device; elsewhere torch does."""
+    """Whether Triton kernels do the work on this device; otherwise torch does."""
     return device.type == "cuda"
 
 
 @cache
 def worker_module_for_gpus(module: str) -> Any:
-    """A module of `vllm_trie.worker` that GPUs alone need, as those with kernels: engines on CPUs load none of them."""
+    """A module of `vllm_trie.worker` that only GPUs need, such as kernels: engines on CPUs do not import them."""
     return import_module(f"vllm_trie.worker.{module}")
 
 
 def cdiv(count: int, size: int) -> int:
-    """Parts of `size`, the last one maybe less."""
+    """Number of parts of `size`; the last one may be smaller."""
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """The first power of two that is not below `count`, 1 or more."""
+    """The first power of two that is not below `count`, which is at least 1."""
     return 1 << (count - 1).bit_length()

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the last stage selects, and the earlier ones let their rows continue the same histories.
 
-vLLM's own broadcast brings them the tokens of the rows that were in the batch. This one brings parents, and the tokens
-of beams that get their rows in the next step only. A stage receives beside its forwards, as vLLM's does, and carries it
-out when the group's next step comes: until then nothing reads or writes what is the group's own.
+vLLM's own broadcast sends them the tokens of the rows that were in the batch. This one sends parents, and the tokens of
+beams that get their rows only in the next step. A stage receives in parallel with its forward passes, as in vLLM, and
+carries out the result when the group's next step comes: until then nothing reads or writes the group's own data.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm_trie.worker.rows.rows import BatchRows, GroupRows, NextBeams, Rows
 
 
 class PipelineStages:
-    """One stage of a pipeline, as it speaks to the others.
+    """One stage of a pipeline, as it communicates with the others.
 
     Args:
-        handler: vLLM's, whose streams and process group these broadcasts take, before vLLM's own of the same step.
-        groups: Of the stage's runner; the earlier stages update their newest tokens.
+        handler: vLLM's, whose streams and process group these broadcasts use, before vLLM's own of the same step.
+        groups: Of the stage's runner; on earlier stages their newest tokens are updated.
         rows: Of the same runner.
         max_num_reqs: Slots of the same runner.
     """
@@ -34,7 +34,7 @@ class PipelineStages:
         self._max_num_reqs = max_num_reqs
 
     def send(self, step: RunnerStepContext) -> None:
-        """From the last stage, once it has selected: the parents and tokens of all next beams."""
+        """Broadcasts from the last stage, once it has selected: the parents and tokens of all next beams."""
         if not step.selecting:
             return
         beams_of: dict[str, torch.Tensor] = {}
@@ -46,7 +46,7 @@ class PipelineStages:
         beams.record_stream(self._handler.broadcast_stream)
 
     def receive(self, step: RunnerStepContext, batch: InputBatch) -> None:
-        """On an earlier stage, after the forward: what `send` sends."""
+        """Receives on an earlier stage, after the forward pass, what `send` sends."""
         if not step.selecting:
             return
         rows = BatchRows(batch, self._max_num_reqs)
@@ -63,7 +63,7 @@ class PipelineStages:
             group.next_beams = NextBeams(parents, tokens, num_tokens, step.steps[group_id].decodes, received)
 
     def continue_histories(self, step: RunnerStepContext) -> None:
-        """On an earlier stage, before a step: carry out what came of the last one of each group in it."""
+        """Carries out, on an earlier stage and before a step, the last result of each group in it."""
         moved = list[tuple[GroupRows, NextBeams]]()
         for group_id in step.steps:
             group = self._groups[group_id]
@@ -78,7 +78,7 @@ class PipelineStages:
             return
         rows = kv_rows_of_groups([group.slots[None] for group, _ in moved], [[len(group.prompt)] for group, _ in moved])
         num_tokens = np.repeat([beams.num_tokens for _, beams in moved], [len(group.slots) for group, _ in moved])
-        # As on the last stage, or the kernel would be compiled anew.
+        # int64 as on the last stage, or the kernel would be recompiled.
         parents = [beams.parents.long() for _, beams in moved]
         self._rows.fork(KVFork.of(rows, num_tokens, parents, self._rows.device))
 

@@ -1,4 +1,4 @@
-"""Whether tensor parallel ranks decide alike: each selects for itself, from equal logits, and one of them answers."""
+"""Checks that tensor-parallel ranks decide alike: each selects by itself, from equal logits, and one replies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm.distributed.parallel_state import get_tp_group
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks have decided differently: what they compute from now on is no longer one model's."""
+    """Ranks have decided differently, so that they no longer compute the same sequences."""
 
 
 class WorkerRankCheck:
     """Compares what ranks have decided.
 
     Args:
-        ranks: A process group of all that must decide the same, whose tensors are on the host.
+        ranks: A process group of all ranks that must decide the same, with tensors on the host.
     """
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
@@ -27,14 +27,14 @@ class WorkerRankCheck:
         self._num_ranks = dist.get_world_size(ranks)
 
     def compare(self, what: str, of_groups: Mapping[str, Iterable[np.ndarray]]) -> None:
-        """Wait until all ranks have come here, and return if they bring the same.
+        """Waits until all ranks have called it, and returns if their decisions are equal.
 
         Args:
-            what: They have decided, for the message.
+            what: Names the decisions in the message.
             of_groups: Integers, by beam group.
 
         Raises:
-            RanksDisagreeError: on all ranks, naming the groups and who differs from whom.
+            RanksDisagreeError: on all ranks, naming the groups and which ranks differ.
         """
         mine = {group_id: worker_ranks_as_text(arrays) for group_id, arrays in of_groups.items()}
         of_ranks: list[dict[str, str]] = [{}] * self._num_ranks
@@ -42,12 +42,12 @@ class WorkerRankCheck:
         if found := disputes_of_worker_ranks(of_ranks):
             raise RanksDisagreeError(
                 f"trie_beam.debug_rank_check: tensor parallel ranks disagree about the {what} of {', '.join(found)}; "
-                f"nothing that this engine would compute from now on could be trusted, so it ends here"
+                f"this engine's further results could not be trusted, so it stops"
             )
 
 
 def disputes_of_worker_ranks(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """The beam groups on which ranks disagree, each with who is against whom."""
+    """The beam groups on which ranks disagree, each with the ranks on each side."""
     found = []
     for group_id in dict.fromkeys(group_id for of_rank in of_ranks for group_id in of_rank):
         camps = defaultdict(list)
@@ -60,12 +60,12 @@ def disputes_of_worker_ranks(of_ranks: Sequence[Mapping[str, str]]) -> list[str]
 
 
 def worker_rank_check(vllm_config: VllmConfig) -> WorkerRankCheck | None:
-    """For a worker of this engine, once vLLM's process groups are there; None if it has no peers."""
+    """The rank check for a worker, once vLLM's process groups exist; None without tensor parallelism."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     return WorkerRankCheck(get_tp_group().cpu_group)
 
 
 def worker_ranks_as_text(arrays: Iterable[np.ndarray]) -> str:
-    """Integers, in which ranks may differ."""
+    """Integers as text, for comparison."""
     return repr([array.tolist() for array in arrays])

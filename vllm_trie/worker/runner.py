@@ -1,10 +1,9 @@
-"""vLLM's model runner with beam groups: where a step of theirs hooks into a step of vLLM's.
+"""vLLM's model runner with beam groups: where their steps hook into vLLM's.
 
-A step comes here in this order: `execute_model` lets the runner see b rows per group, `update_pp_decode_requests` lets
-those of a pipeline's earlier stages continue what the last stage selected, `add_requests` gives new rows what the
-device alone knows, `update_requests` drafts for groups that speculate, `prepare_attn` tells attention which
-rows share blocks, `sample` selects, or verifies, where vLLM would sample, `sample_tokens` sends what was decided to the
-host.
+The hooks run in this order: `execute_model` expands groups to b rows each; `update_pp_decode_requests` lets rows of a
+pipeline's earlier stages continue what the last stage selected; `add_requests` gives new rows what only the device
+knows; `update_requests` drafts for groups that speculate; `prepare_attn` announces which rows share blocks;
+`sample` selects, or verifies, where vLLM would sample; `sample_tokens` sends the decisions to the host.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SPECULATION = "worker.tree_speculation:TreeSpeculation"
 class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     """Expands groups before the stock runner sees the step, and selects where it would sample.
 
-    It rests in steps without groups, as in all that the runner does to warm up.
+    It rests in steps without groups, as in everything that the runner does to warm up.
     """
 
     hooks = (
@@ -76,7 +75,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once; and
         # by which graphs, see `runner_reads_shared_blocks_once`.
         self._sharing: tuple[dict[str, tuple[int, list[int]]], bool, int | None] = {}, False, None
-        self._sets_rows_apart = False  # attention in this step, see `announce_shared_rows`
+        self._sets_rows_apart = False  # in this step's attention, see `announce_shared_rows`
         self.catalogs: RowCatalogs
         self.rows: Rows
         self.selector: Selector
@@ -86,7 +85,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     @cached_property
     def _has_own_processors(self) -> bool:
-        """Those of a user, which may write something in any step."""
+        """A user's logits processors, which may write something in any step."""
         return engine_has_logits_processors(self.vllm_config)
 
     @cached_property
@@ -125,7 +124,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.speculation.attach()
 
     def _make_what_few_need(self) -> None:
-        """Make the parts that few engines have, and load them only there."""
+        """Makes the parts that few engines have, and imports them only for these."""
         if plugin_config_of(self.vllm_config).debug_rank_check:
             from vllm_trie.worker.rank_check import worker_rank_check
 
@@ -152,9 +151,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             self.speculation.begin()
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM measures the memory that is left by what this takes."""
+        """vLLM sizes the KV cache by the memory that this takes."""
         graphs = None if self.sampler is None else self.selector.graphs
-        # Until all else has been taken, too.
+        # Held until everything else has been allocated, too.
         held = self.catalogs.room(), None if graphs is None else graphs.room()
         super().profile_run(*args, **kwargs)
         del held
@@ -164,7 +163,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if is_searched_on_host(self.device):
             return
         logits = self.model.compute_logits(hidden_states)
-        self.narrow_head.most_tokens(hidden_states)  # now, as it takes memory
+        self.narrow_head.most_tokens(hidden_states)  # now, because it takes memory
         self.speculation.take_memory()
         widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
@@ -201,15 +200,15 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def finish_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.kv_connector_metadata is not None and self.step.copies_tails:
-            # vLLM calls it right before the forward pass, when rows that fan out have been written.
+            # vLLM calls it right before the forward pass, when rows that fan out have already been written.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
-        if self.step.left:  # of which a KV connector knows nothing
+        if self.step.left:  # a KV connector does not know these rows
             finished = scheduler_output.finished_req_ids.union(self.step.left)
             scheduler_output = replace(scheduler_output, finished_req_ids=finished)
         super().finish_requests(scheduler_output, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
-        if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
+        if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # otherwise the stock runner writes nothing
             step, groups = self.step, self.groups
             self.rows.add_copies([(groups[group_id], step.steps[group_id]) for group_id in step.copied])
             super().add_requests(scheduler_output, **kwargs)
@@ -217,7 +216,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
                 groups[group_id].slots = self.rows.slots_of(groups[group_id].row_ids)
             for group_id in step.new_tokens_unknown:
                 self.rows.write_first_tokens(groups[group_id], groups[group_id].rules.is_controlled)
-            if self.sampler is not None:  # the last stage of a pipeline has it
+            if self.sampler is not None:  # only the last stage of a pipeline has it
                 self.selector.begin(step)
 
     def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
@@ -233,7 +232,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if sharing != self._sharing[0]:
             self._sharing = sharing, *runner_reads_shared_blocks_once(self, sharing.values())
         self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)
-        # Full graphs of other decoding steps hold vLLM's attention.
+        # Full graphs of other decoding steps contain vLLM's attention.
         return state, self._sharing[2] if self._sets_rows_apart else uniform_token_count
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,12 +285,12 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
+        """Replaces vLLM's sampling from logits [N, V]: the search gives beam rows their tokens, vLLM the others."""
         step, plan = self.step, self.selector.plan(self.step, batch)
         logits = selection_logits.whole if isinstance(selection_logits, SelectionLogits) else selection_logits
         rows, ordinary, num_sampled, of_ordinary = plan.rows, plan.ordinary, plan.num_sampled, None
         is_planned = not (len(ordinary) or step.forests)
-        if not is_planned:  # what is counted of others is written beside
+        if not is_planned:  # the counts of other rows are written into the copy
             num_sampled = num_sampled.copy()
         if len(ordinary):
             smaller = sub_batch_of_rows(batch, ordinary)
@@ -345,17 +344,17 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
 
 class BeamRunnerOutput(AsyncModelRunnerOutput):
-    """A step's output and what it decided of groups, on its way to the host beside vLLM's own.
+    """A step's output and its decisions for groups, on their way to the host with vLLM's own output.
 
     Args:
         stock: vLLM's output of the same step.
-        step: What was decided in it.
-        main_stream: Where it is computed.
-        copy_stream: Where it is copied.
+        step: The step's context, with its decisions.
+        main_stream: The stream that computes them.
+        copy_stream: The stream that copies them.
     """
 
     def __init__(self, stock: Any, step: RunnerStepContext, main_stream: Any, copy_stream: Any) -> None:
-        self._stock, self._step = stock, step  # which keeps what is copied from alive
+        self._stock, self._step = stock, step  # keeps the copies' sources alive
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with stream(copy_stream, main_stream):
             copy_stream.wait_event(step.decided_at)  # and not for the drafts that vLLM has computed since
@@ -363,12 +362,12 @@ class BeamRunnerOutput(AsyncModelRunnerOutput):
             self._event.record(copy_stream)
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the copies."""
+        """Waits for the copies, and attaches the decisions to vLLM's output."""
         output = self._stock.get_output()
         self._event.synchronize()
         attach_result_messages(output, self._step.results(self._packed))
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """vLLM's own."""
+        """The output of vLLM's KV connector, unchanged."""
         return self._stock.get_kv_connector_output()

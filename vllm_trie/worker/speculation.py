@@ -1,8 +1,8 @@
-"""The seam of speculation in the worker: all that its core knows of steps that take several steps of a search at once.
+"""The seam of speculation in the worker: all that the core knows of steps that take several search steps at once.
 
-`vllm_trie.speculation.worker` has what fills it in, which engines without drafts do not load. The core calls it in this
-order: `attach` once the model is loaded, `begin` once there is a KV cache; then in each step with groups that may draft
-`propose`, `place` and, after the forward, `accept`.
+`vllm_trie.speculation.worker` implements it; engines without drafts do not import that. The core calls in this order:
+`attach` once the model is loaded, `begin` once there is a KV cache; then in each step with groups that may draft
+`propose`, `place` and, after the forward pass, `accept`.
 """
 
 from __future__ import annotations
@@ -27,64 +27,64 @@ if TYPE_CHECKING:
 class RunnerSpeculation:
     """Drafts for the groups of a runner, and takes as many steps of their searches as the target verifies.
 
-    This is that of an engine without drafts, which does nothing. The class that fills it in is made with the runner,
-    whose model is not loaded yet.
+    This class is for engines without drafts, and does nothing. An implementation is made with the runner, whose model
+    is not loaded yet.
     """
 
-    takes_trees = False  # attention does, and there are drafts
+    takes_trees = False  # attention supports draft trees, and there are drafts
 
     def attach(self) -> None:
-        """The model is loaded, `runner.rows` and `runner.selector` are there."""
+        """Called when the model is loaded, and `runner.rows` and `runner.selector` exist."""
 
     def take_memory(self) -> None:
-        """Take as much memory as steps will, while vLLM measures what is left for the KV cache."""
+        """Allocates as much memory as steps will take, while vLLM measures what is left for the KV cache."""
 
     def leave_room(self, num_bytes: int) -> int:
-        """Of so many bytes for the KV cache those that are left beside what drafts need for each block."""
+        """The share of `num_bytes` for the KV cache that is left after what drafts need for each block."""
         return num_bytes
 
     def begin(self) -> None:
-        """There is a KV cache."""
+        """Called when there is a KV cache."""
 
     def warm_up(self, serving: KernelVariants) -> None:
-        """Launch all kernels of its own, as those of the core are launched."""
+        """Launches all of its kernels, as the core's are launched."""
 
     def warm_up_stock(self) -> None:
-        """Launch those of vLLM's kernels that drafts launch in other variants than vLLM's own warm-up."""
+        """Launches vLLM's kernels in the variants that drafts need and vLLM's own warm-up leaves out."""
 
     def propose(self, step: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
-        """Draft for groups with a budget, before the forward: `step.forests`, and in `output` what rows compute.
+        """Drafts for groups with a budget, before the forward pass: sets `step.forests`, and `output` of their rows.
 
-        Where it cannot, `step.cannot_draft`.
+        Sets `step.cannot_draft` if it cannot.
         """
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Within it vLLM finds the drafts of the step's forests where it looks for its own."""
+        """A context in which vLLM finds the drafts of the step's forests where it looks for its own."""
         return nullcontext()
 
     def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
-        """Put the nodes of the step's forests where they follow their parents, in the positions [T] of the batch.
+        """Writes the positions [T] of the batch's draft nodes, which follow their parents.
 
-        Of forests that the device has grown, put their tokens and KV slots in place, too.
+        Of forests that the device has grown, also writes tokens and KV slots.
 
         Args:
-            batch: Its `input_ids` and `positions` are written.
+            batch: Writes its `input_ids` and `positions`.
             slot_mappings: [KV cache groups, T or more] int64, written.
         """
 
     def keep(self, forward: Any) -> None:
-        """Keep what drafts need of a forward; `forward` is vLLM's `ExecuteModelState`."""
+        """Stores what drafts need of a forward pass; `forward` is vLLM's `ExecuteModelState`."""
 
     def accept(
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
     ) -> dict[str, DecidedMessage]:
-        """Take as many steps as the step's forests hold. Waits for the device.
+        """Takes as many steps as the step's forests allow. Waits for the device.
 
         Args:
-            rows: Of the batch.
-            logits: [N, V] of all nodes among others, unprocessed.
+            rows: The batch's.
+            logits: [N, V], unprocessed, including those of all nodes.
             sampled: [R, steps] int64, receives the new tokens of every beam's row.
-            num_sampled: [2, R or more], receives how many these are, and how many tokens each row computed for nothing.
+            num_sampled: [2, R or more], receives how many these are, and how many of each row's tokens are rejected.
 
         Returns:
             What was decided, by group.
@@ -93,7 +93,7 @@ class RunnerSpeculation:
 
 
 class WorkerLeavesRoom:
-    """A worker that leaves room for what drafts need beside vLLM's KV cache."""
+    """A worker that leaves room for what drafts need besides vLLM's KV cache."""
 
     model_runner: Any
 

@@ -170,7 +170,7 @@ def test_without_a_compiler_vllms_attention_is_used(
     with seen(monkeypatch) as asked:
         run(engines(random_model("gqa"), **option("auto"), max_num_seqs=63), jobs)
     assert not asked
-    without = "Attention reads shared blocks once for each row, as vLLM does, and takes no trees of drafts: %s"
+    without = "Attention reads shared blocks once per row, as in vLLM, and does not support draft trees: %s"
     assert warnings == [without % "there is no compiler"]
 
 
@@ -187,7 +187,9 @@ def test_what_is_demanded_and_cannot_be_is_refused(
         raise compiled.CompilerError("there is no compiler")
 
     monkeypatch.setattr(compiled, "compiled_attention", no_compiler)
-    with pytest.raises(ValueError, match='shared_prefix_attention="on" cannot be: there is no compiler; use "auto"'):
+    with pytest.raises(
+        ValueError, match='shared_prefix_attention="on" is not possible: there is no compiler; use "auto"'
+    ):
         configure(dtype="float32")
 
 
@@ -196,8 +198,8 @@ def test_a_model_none_of_whose_layers_can_is_refused(
 ) -> None:
     monkeypatch.setattr(cpu_backend, "is_decoder_attention", lambda _: False)
     told = (
-        r'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
-        r'\(2 by CPU_ATTN\); use "auto"'
+        r'shared_prefix_attention="on" is not possible: trie_beam has no kernel for the attention of any layer of '
+        r'this model \(2 by CPU_ATTN\); use "auto"'
     )
     with pytest.raises(ValueError, match=told):
         Engine(random_model("gqa"), **option("on"))
@@ -211,4 +213,4 @@ def test_layers_that_cannot_stay_vllms_and_are_named(
     monkeypatch.setattr(cpu_backend, "is_decoder_attention", lambda impl: impl.sliding_window < 0)
     engines(random_model("gemma2_uncapped"), **option("on"), max_num_seqs=61)
     (warning,) = warnings
-    assert 'shared_prefix_attention="on" has no effect on 2 layers, whose attention (CPU_ATTN)' in warning
+    assert 'shared_prefix_attention="on" has no effect on 2 layers, for whose attention (CPU_ATTN)' in warning

@@ -56,7 +56,7 @@ def test_where_attention_takes_no_trees_steps_are_plain_and_no_budget_is_given_a
     config = {"num_speculative_tokens": 3, **drafts}
     engine = engines(TRAINED[0], speculative_config=config, max_num_seqs=59)
     (warning,) = warnings
-    assert warning.startswith("Searches take plain steps, whatever they ask of speculation: ")
+    assert warning.startswith("Searches take plain steps even if they ask for speculation: ")
     allocate_lookahead = engine.scheduler.kv_cache_manager.allocate_lookahead
 
     def counted(*args: Any) -> Any:

@@ -247,7 +247,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{says}\nexit 1\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", os.fspath(compiler))
-    with pytest.raises(compiled.CompilerError, match=f"does not compile its kernel: {why}"):
+    with pytest.raises(compiled.CompilerError, match=f"does not compile the attention kernel: {why}"):
         compiled.compiled_attention.__wrapped__("Rows<Float32>")
     assert not [*(tmp_path / "trie_beam").iterdir()]
 
@@ -334,7 +334,9 @@ def test_no_library_is_loaded_from_a_folder_of_somebody_else(
         opened(folder)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(compiled.CompilerError, match="trie_beam is a link, which others may turn elsewhere; set VLLM"):
+    with pytest.raises(
+        compiled.CompilerError, match="trie_beam is a symbolic link, which others may redirect; set VLLM"
+    ):
         opened(folder)
 
 

@@ -119,12 +119,16 @@ def without_layer() -> nn.Module:
     [
         (quantized, {}, "its head is quantized, by SimpleNamespace"),
         (without_layer, {}, "the model has 0 layers that compute logits, not one"),
-        (lambda: Model(after=other_column), {}, "those of a few tokens, computed alone, are others"),
+        (lambda: Model(after=other_column), {}, "logits of a few tokens differ when they are computed alone"),
         (lambda: Model(after=lambda logits: logits + torch.zeros(VOCAB_SIZE)), {}, "must match the size"),
-        (lambda: Model(after=lambda logits: logits.new_zeros(len(logits), VOCAB_SIZE)), {}, "whatever its head has"),
+        (
+            lambda: Model(after=lambda logits: logits.new_zeros(len(logits), VOCAB_SIZE)),
+            {},
+            "even from a part of its head",
+        ),
         (Model, {"lora": object()}, "adapters may change its head"),
-        (Model, {"ranks": 2}, "ranks of tensor parallelism have parts of its head"),
-        (Model, {"counts_nans": True}, "VLLM_COMPUTE_NANS_IN_LOGITS counts in all of them"),
+        (Model, {"ranks": 2}, "tensor-parallel ranks have parts of its head"),
+        (Model, {"counts_nans": True}, "VLLM_COMPUTE_NANS_IN_LOGITS counts NaNs in all logits"),
     ],
     ids=["quantized", "no layer", "a place", "a vector", "all anyway", "adapters", "ranks", "nans"],
 )

@@ -198,15 +198,15 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             {},
             "this vLLM captures FlashAttention 4 for equal numbers of queries alone",
         ),
-        ({"splits": False, "option": "on"}, {}, "kernels of ours read them"),
-        ({}, {"mode": CUDAGraphMode.PIECEWISE}, "cudagraph_mode=PIECEWISE has none of decoding steps"),
+        ({"splits": False, "option": "on"}, {}, "Triton kernels read them"),
+        ({}, {"mode": CUDAGraphMode.PIECEWISE}, "cudagraph_mode=PIECEWISE has no full graphs of decoding steps"),
         ({}, {"num_tokens": 3}, "rows of decoding steps may have several tokens"),
         ({}, {"lora_config": SimpleNamespace()}, "rows may have LoRA adapters"),
-        ({}, {"dp_size": 2}, "ranks of data parallelism"),
-        ({}, {"use_pp": True}, "stages of a pipeline"),
-        ({"version": 4, "aot_schedule": True}, {}, "vLLM schedules for FlashAttention 3 what 4 computes"),
-        ({"length": 16}, {}, "it pays from 2049 rows on, and graphs have 512 at most"),
-        ({"length": 1 << 29}, {}, "it pays from 2 rows on, and graphs have 1 at most"),
+        ({}, {"dp_size": 2}, "data-parallel ranks"),
+        ({}, {"use_pp": True}, "pipeline stages"),
+        ({"version": 4, "aot_schedule": True}, {}, "vLLM schedules for FlashAttention 3, but version 4 computes them"),
+        ({"length": 16}, {}, "it pays off from 2049 rows on, but graphs have at most 512"),
+        ({"length": 1 << 29}, {}, "it pays off from 2 rows on, but graphs have at most 1"),
     ],
     ids=str,
 )
@@ -221,7 +221,7 @@ def test_else_shared_steps_replay_piecewise_graphs_as_the_log_says(
     before = repr((made.cudagraph_manager._candidates, made.cudagraph_manager._capture_descs))
     capture_shared_step_graphs(made)
     assert len(said) == 1
-    assert said[0].startswith(f"steps in which shared blocks are read once replay piecewise CUDA graphs: {reason}")
+    assert said[0].startswith(f"steps that read shared blocks once replay piecewise CUDA graphs: {reason}")
     assert repr((made.cudagraph_manager._candidates, made.cudagraph_manager._capture_descs)) == before
     assert ours.graphs is None
 
@@ -240,7 +240,7 @@ def test_the_log_says_how_many_more_are_captured(said: list[str]) -> None:
     )
     capture_shared_step_graphs(runner)
     assert said == [
-        "captures 19 more CUDA graphs, of steps of 16 to 512 rows in which up to 7 groups have shared blocks read once"
+        "captures 19 more CUDA graphs, for steps of 16 to 512 rows that read the shared blocks of up to 7 groups once"
     ]
 
 

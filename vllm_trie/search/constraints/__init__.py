@@ -1,1 +1,1 @@
-"""What rows may take next: each rule is one file here, see `constraint.Constraint`."""
+"""Rules on what rows may take next, one file per rule; see `constraint.Constraint`."""

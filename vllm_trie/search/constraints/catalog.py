@@ -1,7 +1,7 @@
-"""Where a beam is in a catalog, and how it may go on: a trie of items as compressed rows, on the search's device.
+"""Constrains beams to a catalog: a trie of items in compressed rows (CSR), on the search's device.
 
-A beam's state is one integer, which follows forks as its score does. What is looked up are the children of its node,
-not the vocabulary, so a step costs the same however many items there are. Source: STATIC (arXiv 2602.22647).
+A beam's state is one integer, which forks with the beam as its score does. A step looks up the children of the beam's
+node, not the vocabulary, so its cost does not depend on the number of items. Source: STATIC (arXiv 2602.22647).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
-STOPPED = -2  # and of one that a stop token has ended
+STOPPED = -2  # the state of a hypothesis that a stop token has ended
 LEAST_PLACE = STOPPED
-LEVEL_UNIT = 64  # tokens: logits of so many, or a multiple, are aligned
-# Bits of a state, where items are excluded: where its row is; what is closed there, as long as it is a target; and
-# where the closed nodes of its search begin, in parts.
+LEVEL_UNIT = 64  # tokens: a level's logits are aligned if their number is a multiple of this
+# Bits of a state of a search that excludes items: the row's place, what is closed there (of targets), and the part at
+# which the closed nodes of its search begin.
 PLACE_BITS = 42
 PART_BITS = PLACE_BITS + KIND_BITS
 MOST_PLACES = (1 << PLACE_BITS) + LEAST_PLACE  # nodes times items of a hypothesis
@@ -37,15 +37,15 @@ MOST_PLACES = (1 << PLACE_BITS) + LEAST_PLACE  # nodes times items of a hypothes
 
 @dataclass(frozen=True)
 class ItemConstraint(Constraint):
-    """How the hypotheses of a search go along a catalog.
+    """How the hypotheses of a search follow a catalog.
 
     Args:
-        catalog: Its digest.
-        num_items: In a hypothesis, one after the other.
-        after: The token after which they begin; None: they are all there is.
-        ends_with_stop: A stop token follows the last item; else that item ends the hypothesis.
-        renormalizes: Each row's log-probabilities are those among what it may take.
-        excludes: Some items are closed to it.
+        catalog: Digest of the catalog.
+        num_items: Items of a hypothesis, one after the other.
+        after: The token after which the items begin; None: a hypothesis is nothing but items.
+        ends_with_stop: A stop token follows the last item; otherwise that item ends the hypothesis.
+        renormalizes: Each row's log-probabilities are renormalised over what the row may take.
+        excludes: The search excludes some items.
     """
 
     catalog: str
@@ -59,12 +59,12 @@ class ItemConstraint(Constraint):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""
+        """Whether each hypothesis is exactly one item, scored by the model's own probabilities."""
         return self == ItemConstraint(self.catalog, excludes=self.excludes)
 
     @property
     def needs_level_alone(self) -> bool:
-        """Whether each hypothesis is an item and nothing else, and tokens that no item has at a depth do not count."""
+        """Whether each hypothesis is exactly one item, and tokens that no item has at a depth do not count."""
         return self == ItemConstraint(self.catalog, renormalizes=True, excludes=self.excludes)
 
     def on(self, tries: Mapping[str, ConstraintTrie], stop_token_ids: tuple[int, ...]) -> ConstraintAlongItems:
@@ -73,15 +73,15 @@ class ItemConstraint(Constraint):
 
 
 class ConstraintTrie:
-    """A set of token sequences, see `vllm_trie.catalog.Catalog`; node 0 is the root.
+    """A set of token sequences, see `vllm_trie.catalog.Catalog`, as tensors; node 0 is the root.
 
     Args:
         first_child: [nodes + 1] int32; the children of node s are first_child[s] to first_child[s + 1] - 1.
-        tokens: [nodes] int32, by which each node is entered; ascending among siblings.
-        is_item: [nodes] bool, an item ends here.
-        most_children: By depth, how many a node there has at most.
-        levels: By depth, which tokens lead on from any node there, see `Catalog.tokens_by_depth`; none if left out.
-        closed: What is closed to searches on this device.
+        tokens: [nodes] int32, the token that leads to each node; ascending among siblings.
+        is_item: [nodes] bool, whether an item ends at the node.
+        most_children: By depth, the most children of a node.
+        levels: By depth, the tokens that lead on from any node, see `Catalog.tokens_by_depth`; empty if not needed.
+        closed: The nodes that searches on this device exclude.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ConstraintTrie:
         self.closed = closed or ClosedNodes(tokens.device)
 
     def level(self, length: int) -> torch.Tensor:
-        """[K] int64, ascending: all that may follow so many tokens; the last one again, up to a multiple of a unit.
+        """[K] int64, ascending: all tokens that may follow `length` tokens, the last one repeated to fill a LEVEL_UNIT.
 
-        Nothing follows the leaves: there it is any level.
+        Nothing follows the leaves: beyond them it is any level.
         """
         depth = length if length < len(self._levels) else 0
         tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
@@ -112,14 +112,14 @@ class ConstraintTrie:
 
 @dataclass(frozen=True)
 class ConstraintAlongItems(Constraint):
-    """Rows go along a catalog. The states [G, r] int64 are nodes, further by all nodes for each item that is complete.
+    """Rows that follow a catalog. The states [G, r] int64 are nodes, plus the number of nodes per completed item.
 
-    Where items are excluded, they also say of which search the closed nodes are.
+    Where items are excluded, a state also has where the closed nodes of its search begin.
 
     Args:
-        rules: How.
-        trie: The catalog's, on the search's device.
-        stops: Stop tokens. If `rules.ends_with_stop`, one of them follows the last item; none comes before.
+        rules: How hypotheses follow the catalog.
+        trie: The catalog's trie, on the search's device.
+        stops: Stop tokens. If `rules.ends_with_stop`, one of them follows the last item; none comes earlier.
     """
 
     rules: ItemConstraint
@@ -134,25 +134,25 @@ class ConstraintAlongItems(Constraint):
         return torch.full((1, num_rows), state, dtype=torch.int64, device=device)
 
     def closing(self, states: torch.Tensor, part: int) -> torch.Tensor:
-        """First states of a search whose closed nodes begin there, see `ClosedNodes.part`."""
+        """First states of a search whose closed nodes begin at `part`, see `ClosedNodes.part`."""
         return states + (part << PART_BITS)
 
     def _places(self, states: torch.Tensor) -> torch.Tensor:
-        """Where states or targets are."""
+        """The places of states or targets in the trie."""
         if not self.rules.excludes:
             return states
         return (states - LEAST_PLACE).bitwise_and_((1 << PLACE_BITS) - 1).add_(LEAST_PLACE)
 
     def _parts(self, states: torch.Tensor) -> torch.Tensor:
-        """Where the closed nodes of their searches begin."""
+        """The parts at which the closed nodes of their searches begin."""
         return (states - LEAST_PLACE) >> PART_BITS
 
     def _closes(self, kind: int, targets: torch.Tensor) -> torch.Tensor:
-        """Whether this is closed where targets are."""
+        """Whether targets have this kind closed."""
         return (targets - LEAST_PLACE).bitwise_and_(kind << PLACE_BITS) != 0
 
     def _with_parts_of(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """States or targets of the same searches in other places; that is, where nothing is excluded, these."""
+        """`places` as states or targets of the same searches as `states`; unchanged where nothing is excluded."""
         return places if not self.rules.excludes else places + (self._parts(states) << PART_BITS)
 
     @property
@@ -161,7 +161,7 @@ class ConstraintAlongItems(Constraint):
         return len(self.stops) if self.rules.ends_with_stop else 0
 
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
-        """See `Constraint`; stop tokens that follow an item aside."""
+        """See `Constraint`; without the stop tokens that follow an item."""
         trie, looks, after = self.trie, is_searched_on_host(states.device), self.rules.after
         places = self._places(states) if looks else states
         if after is not None and not (looks and bool((places != NOT_STARTED).all())):
@@ -172,9 +172,9 @@ class ConstraintAlongItems(Constraint):
         return self.most_children(length)
 
     def most_children(self, length: int | None) -> int:
-        """How many children the nodes of rows have at most, after so many tokens; None: after any number.
+        """The most children of any row's node after `length` tokens; None: after any number.
 
-        Behind the leaves it is one: a stop token may follow, or a step that is scheduled before the host knows the end.
+        After the leaves it is one: a stop token, or a step scheduled before the host knows that the search has ended.
         """
         most = self.trie.most_children
         if length is None or self.rules.num_items > 1 or self.rules.after is not None:
@@ -192,7 +192,7 @@ class ConstraintAlongItems(Constraint):
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
         tokens, targets = trie.tokens[nodes].long(), nodes + of_item[..., None]
-        del nodes  # which takes memory
+        del nodes  # frees memory
         if rules.excludes:
             closed = trie.closed.kinds_of_children(self._parts(states), start[..., 0].long(), most)
             targets += closed.long().bitwise_left_shift_(PLACE_BITS)
@@ -236,8 +236,8 @@ class ConstraintAlongItems(Constraint):
         node, is_there = places % trie.num_nodes, places >= 0
         is_before = None if rules.after is None else places == NOT_STARTED
         may_follow = places < (rules.num_items - 1) * trie.num_nodes if rules.num_items > 1 else None
-        del places  # which takes memory
-        end = trie.first_child[node + 1]  # and `node + 1` is gone
+        del places  # frees memory
+        end = trie.first_child[node + 1]  # keeps no reference to `node + 1`
         goes_on = trie.first_child[node] < end
         if rules.excludes:
             goes_on &= ~self._closes(NO_WAY_ON, targets)
@@ -256,7 +256,7 @@ class ConstraintAlongItems(Constraint):
         return self._is_item(targets, places % num_nodes) & (places >= (self.rules.num_items - 1) * num_nodes)
 
     def _is_item(self, targets: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-        """Whether an item ends at the nodes where targets are, which is not closed."""
+        """Whether an item ends at the nodes of targets and is not closed."""
         is_item = self.trie.is_item[node]
         return is_item if not self.rules.excludes else is_item & ~self._closes(NO_ITEM_ENDS, targets)
 
@@ -271,7 +271,7 @@ class ConstraintAlongItems(Constraint):
         return exist & self.go_on(targets)
 
     def _targets(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tokens that are no stops lead to, and whether there is such a way; of any shape."""
+        """The targets of tokens that are no stop tokens, and whether these exist; of any shape."""
         trie, places = self.trie, self._places(states)
         of_item, node = places // trie.num_nodes * trie.num_nodes, places % trie.num_nodes
         low, high = trie.first_child[node].long(), trie.first_child[node + 1].long()
@@ -292,13 +292,13 @@ class ConstraintAlongItems(Constraint):
         return self._with_parts_of(states, targets), exist
 
     def _columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """[n] int64, stop tokens below a number."""
+        """[n] int64, stop tokens below `vocab_size`."""
         return search_token_columns(self.stops, vocab_size, device)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """See `Constraint`: what leads nowhere, to no item or to no token after it, is left out.
+        """See `Constraint`: leaves out what leads to no item, or to no token after it.
 
-        Plain steps look at `continuations` alone, which are few.
+        `best_strategy_continuations` skips this: it looks only at `continuations`, which are few.
         """
         most = self.most_continuations(states, logprobs.shape[-1])
 

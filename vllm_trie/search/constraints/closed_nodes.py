@@ -1,6 +1,6 @@
-"""What searches along catalogs must not come to, on the device: all searches' closed nodes in one tensor.
+"""The catalog nodes that searches exclude, on the device: the closed nodes of all searches in one tensor.
 
-So searches that exclude different items are selected together. Where its own nodes begin, a row carries in its state.
+This lets searches that exclude different items share a step: each row's state has where its search's nodes begin.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from vllm_trie.search.devices import search_numbers, uploaded_for_search
 
 KIND_BITS = 2  # of a code, for what is closed at its node
-NO_ITEM_ENDS, NO_WAY_ON = 1, 2  # its own item; the way to its children
+NO_ITEM_ENDS, NO_WAY_ON = 1, 2  # the item that ends at a node; the way to its children
 IS_CLOSED = NO_ITEM_ENDS | NO_WAY_ON
-PART = 512  # codes, of which a search has a whole number
-PART_SHIFT = 44  # bits of a code below the part in which its search begins
+PART = 512  # codes; each search has a whole number of parts
+PART_SHIFT = 44  # bits of a code below the number of the part in which its search begins
 MOST_CODE = (1 << PART_SHIFT) - 1
-LEAST_PARTS = 64  # that there is room for, as soon as there are any: 256 KiB
-# With which the codes of a search are counted: few steps, and so few lengths, as CUDA graphs know places and lengths.
+LEAST_PARTS = 64  # to allocate once any search has closed nodes: 256 KiB
+# Bits in which the codes of a search are counted: few values, because CUDA graphs fix addresses and lengths.
 COUNT_BITS = (10, 14, 18, 24, 31)
 
 
@@ -28,8 +28,8 @@ class NodeCodes(NamedTuple):
     """The closed nodes of a search along a catalog.
 
     Args:
-        codes: [n] int64, ascending: each node, shifted by `KIND_BITS`, and what is closed there.
-        most_together: How many of them have one parent, at most.
+        codes: [n] int64, ascending: each node shifted by `KIND_BITS`, and what is closed at it.
+        most_together: The most of them that have the same parent.
     """
 
     codes: np.ndarray
@@ -37,22 +37,22 @@ class NodeCodes(NamedTuple):
 
 
 class ClosedNodes:
-    """The closed nodes of some searches.
+    """The closed nodes of the searches on a device.
 
     Args:
-        device: Where the search is.
+        device: The search's device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # [parts * PART] int64, ascending: codes of a search, and above them in which part it begins; then as a rule
-        # what comes after all codes of that part. The first part has none.
+        # [parts * PART] int64, ascending: codes of a search, with its first part in the upper bits. Unused entries hold
+        # what sorts after all codes of their part. Part 0 has no codes.
         self.codes = _unused(range(1), device)
-        self.num_bits = COUNT_BITS[0]  # that the most codes of a search are counted with, so far
-        self.most_together = 1  # closed nodes of one parent, so far
+        self.num_bits = COUNT_BITS[0]  # enough to count the codes of any search so far
+        self.most_together = 1  # the most closed nodes with the same parent so far
         self._parts: dict[str, range] = {}  # by digest
 
     def add(self, digest: str, nodes: NodeCodes) -> None:
-        """Take in those of a search."""
+        """Adds the closed nodes of a search."""
         codes, most_together = nodes
         num_parts, first = len(codes) // PART + 1, 1
         for parts in sorted(self._parts.values(), key=lambda parts: parts.start):
@@ -72,7 +72,7 @@ class ClosedNodes:
         self.most_together = max(self.most_together, most_together)
 
     def drop(self, digest: str) -> None:
-        """Forget what a search had, if it is here."""
+        """Removes the closed nodes of a search, if it has any."""
         if (parts := self._parts.pop(digest, None)) is not None:
             if self._parts:
                 self.codes[_places(parts)] = _unused(parts, self.codes.device)
@@ -80,22 +80,22 @@ class ClosedNodes:
                 self.codes = _unused(range(1), self.codes.device)
 
     def part(self, digest: str | None) -> int:
-        """Where the closed nodes of a search begin, in parts; None: it has none."""
+        """The part at which the closed nodes of a search begin; 0 for None, a search without any."""
         return 0 if digest is None else self._parts[digest].start
 
     @property
     def for_kernels(self) -> tuple[torch.Tensor, int, int]:
-        """What kernels look up, its length, and with how many bits they count codes of a search."""
+        """The codes, how many there are, and in how many bits kernels count the codes of a search."""
         return self.codes, len(self.codes), self.num_bits
 
     def kinds(self, parts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        """What is closed at nodes of any shape, 0 where nothing is, in searches that begin at these parts."""
+        """What is closed at nodes of any shape, 0 for nothing, in the searches that begin at `parts`."""
         first = (parts << PART_SHIFT) + (nodes << KIND_BITS)
         code = self.codes[torch.searchsorted(self.codes, first)] - first
         return code.where(code < 1 << KIND_BITS, 0)
 
     def kinds_of_children(self, parts: torch.Tensor, first_child: torch.Tensor, most: int) -> torch.Tensor:
-        """[..., most] int8, what is closed at the nodes from `first_child` [...] on."""
+        """[..., most] int8, what is closed at the `most` nodes from `first_child` [...] on."""
         first = (parts << PART_SHIFT) + (first_child << KIND_BITS)
         place = torch.searchsorted(self.codes, first)[..., None] + search_numbers(
             min(self.most_together, most), first.device
@@ -111,6 +111,6 @@ def _places(parts: range) -> slice:
 
 
 def _unused(parts: range, device: torch.device) -> torch.Tensor:
-    """What is in parts that no search has."""
+    """The entries of parts that no search uses."""
     numbers = torch.arange(parts.start, parts.stop, device=device)
     return (numbers << PART_SHIFT).repeat_interleave(PART) + MOST_CODE

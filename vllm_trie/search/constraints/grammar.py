@@ -1,4 +1,4 @@
-"""Grammars: what of a row's tokens its grammar allows next, which the scheduler sends as a bit per token."""
+"""Grammars: the tokens that a row's grammar allows next, which the scheduler sends as one bit per token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
 
 @dataclass(frozen=True)
 class GrammarConstraint(Constraint):
-    """Rows take what their grammar allows. The states [G, r, V] are bools.
+    """Rows take only what their grammar allows. The states [G, r, V] are bools.
 
     Args:
-        num_seen: None: log-probabilities are those of a model that knows of nothing else. Else they are the model's
-            own, and no more than so many of each row's best are looked at, as in vLLM's `LLM.beam_search`.
+        num_seen: None: log-probabilities are normalised over what the grammar allows. Else they are the model's
+            own, and only this many of each row's best are considered, as in vLLM's `LLM.beam_search`.
     """
 
     num_seen: int | None = None
@@ -29,9 +29,9 @@ class GrammarConstraint(Constraint):
         return logits if self.num_seen is not None else torch.where(states, logits, NEVER)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """See `Constraint`: what the grammar leaves of the best of each row, or else the best of all it leaves.
+        """See `Constraint`: keeps what the grammar allows of a row's best `num_seen`, or else the best it allows.
 
-        As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, and
+        As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, but
         none of the best, vLLM drops the beam.) Source: vLLM 0.33 `_build_beam_sampling_params`, `_beam_search_step`.
         """
         if self.num_seen is None:
@@ -42,7 +42,7 @@ class GrammarConstraint(Constraint):
 
 
 def unpacked_constraint_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Bools [..., V] of a mask [..., V / 32] int32, which has a bit per token, the lowest first."""
+    """Bools [..., V] from a mask [..., V / 32] int32 with one bit per token, the lowest first."""
     if is_searched_on_host(bits.device):  # numpy takes a fortieth of torch's time
         unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
         return torch.from_numpy(unpacked.view(bool))

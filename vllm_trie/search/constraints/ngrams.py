@@ -1,6 +1,6 @@
-"""No n-gram twice: what would complete an n-gram that stands in a row's history already.
+"""No repeated n-grams: forbids tokens that would complete an n-gram already in a row's history.
 
-Source: transformers 5.19 `NoRepeatNGramLogitsProcessor`, which looks through the prompt as well.
+Source: transformers 5.19 `NoRepeatNGramLogitsProcessor`, which includes the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_trie.search.devices import NEVER
 class NGramConstraint(Constraint):
     """No hypothesis has an n-gram of `size` tokens twice. The states are histories [G, r, L].
 
-    Histories that are advanced keep their length: they begin with `NOTHING` as often as tokens are to come.
+    Advancing keeps the length: a history begins with one `NOTHING` for each token to come.
     """
 
     size: int
@@ -42,13 +42,13 @@ class NGramConstraint(Constraint):
         return logprobs.scatter_reduce(-1, last.clamp(min=0).long(), bounds, "amin")
 
     def _repeating(self, histories: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last tokens of all n-grams of each history, and which of these n-grams one more token might repeat.
+        """The last tokens of all n-grams of each history, and which of these n-grams the next token might repeat.
 
         Args:
             histories: [..., L] of any integer type, with `NOTHING` where there is no token.
 
         Returns:
-            Tokens [..., L - n + 1], and bools, true where the n - 1 tokens in front of one are the history's newest.
+            Tokens [..., L - n + 1], and bools, true where the n - 1 tokens before one are the history's newest.
         """
         num_ngrams = max(histories.shape[-1] - self.size + 1, 0)
         last = histories[..., self.size - 1 :]

@@ -1,6 +1,6 @@
-"""Contextual biasing: phrases that occur in a hypothesis add their weights to what it competes by.
+"""Contextual biasing: phrases that occur in a hypothesis add their weights to its score.
 
-Source: the context graphs of speech recognisers, e.g. icefall `ContextGraph`: an automaton by Aho and Corasick 1975.
+Source: the context graphs of speech recognisers, e.g. icefall's `ContextGraph`: an Aho-Corasick automaton (1975).
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ from vllm_trie.search.devices import SearchCache, uploaded_for_search
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
-SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = (
-    4,
-    2 * 8,
-    4 + 4 * 8,
-)  # see `_ConstraintAutomaton`: of a node in a layer, a node, an edge
-
-AUTOMATA_BYTES = 64 << 20  # of automata that stay on the host, and of the phrases by which they are found
-PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of these, with a place among the automata; a token is a number in a tuple
+# Of a node in a layer, of a node, and of an edge of `_ConstraintAutomaton`.
+SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = 4, 2 * 8, 4 + 4 * 8
+AUTOMATA_BYTES = 64 << 20  # of automata cached on the host, and of their keys
+PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of a phrase in a key, with its cache entry; of a token, a number in a tuple
 
 Tokens = tuple[int, ...]
 
 
 class ConstraintPhrase(NamedTuple):
-    """A phrase occurs wherever one of the ways to write it ends."""
+    """A phrase, which occurs wherever one of its spellings, `ways`, ends."""
 
     ways: tuple[Tokens, ...]
     weight: float
@@ -43,21 +39,21 @@ class ConstraintPhrase(NamedTuple):
 class PhraseBoostConstraint(Constraint):
     """Each phrase adds its weight as often as it occurs, and a share of it where a hypothesis ends in its beginning.
 
-    The pending share is the largest weight * k / n among the ways of n tokens whose first k < n, at least one, are the
-    hypothesis' last k; a hypothesis that is finished has none. The states [G, r] are nodes of an automaton.
+    The pending share is the largest weight * k / n over the ways of n tokens whose first k tokens, 1 <= k < n, are the
+    hypothesis' last k; a finished hypothesis has none. The states [G, r] are nodes of an automaton.
     """
 
     phrases: tuple[ConstraintPhrase, ...]
 
     @classmethod
     def of(cls, phrases: Sequence[Sequence[Any]]) -> PhraseBoostConstraint:
-        """Of phrases as the option has them once their tokens are known: (token ids or ways, weight) each."""
+        """From phrases as the option has them once their tokens are known: pairs (token ids or ways, weight)."""
         return _known_boost_constraint(
             tuple(ConstraintPhrase(_ways_of_constraint_phrase(tokens), float(weight)) for tokens, weight in phrases)
         )
 
     def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> PhraseBoostConstraint:
-        """See `Constraint`: what rows carry states under, one object for equal phrases. With it go its tables."""
+        """See `Constraint`: the key of rows' states, one object for equal phrases, which also has device tables."""
         if (carried := _carried.get(self)) is None:
             carried = _carried[self] = PhraseBoostConstraint(self.phrases)
             vars(carried).update(_hash=self._hash, automaton=self.automaton)
@@ -75,7 +71,7 @@ class PhraseBoostConstraint(Constraint):
 
     @cached_property
     def automaton(self) -> _ConstraintAutomaton[np.ndarray]:
-        """On the host."""
+        """The automaton on the host."""
         return _automata.get(self.phrases, partial(_new_constraint_automaton, self.phrases), self._bytes_on_host)
 
     def _bytes_on_host(self, automaton: _ConstraintAutomaton[np.ndarray]) -> int:
@@ -84,7 +80,7 @@ class PhraseBoostConstraint(Constraint):
 
     @property
     def num_bytes(self) -> int:
-        """That its tables take on a device, at most."""
+        """Bytes of its tables on a device, at most."""
         return sum(array.nbytes for array in self.automaton)
 
     @cached_property
@@ -121,7 +117,7 @@ class PhraseBoostConstraint(Constraint):
         """See `Constraint`."""
         tables = self._tables(states.device)
         num_tokens = len(tables.tokens)
-        nodes = _next_constraint_nodes(tables, states)  # by row: there are more continuations
+        nodes = _next_constraint_nodes(tables, states)  # per row, because there are more continuations than rows
         columns = torch.searchsorted(tables.tokens, tokens).clamp(max=num_tokens - 1)
         after = nodes.flatten(1).gather(1, parents * num_tokens + columns)
         return tables.pending[after.where(tables.tokens[columns] == tokens, ROOT)]
@@ -138,15 +134,13 @@ class PhraseBoostConstraint(Constraint):
         return {}
 
 
-# Both as long as somebody holds what is found in them.
+# Entries live as long as somebody holds their values. For `_carried` see `PhraseBoostConstraint.on`.
 _known: WeakValueDictionary[tuple[ConstraintPhrase, ...], PhraseBoostConstraint] = WeakValueDictionary()
-_carried: WeakValueDictionary[PhraseBoostConstraint, PhraseBoostConstraint] = (
-    WeakValueDictionary()
-)  # see `PhraseBoostConstraint.on`
+_carried: WeakValueDictionary[PhraseBoostConstraint, PhraseBoostConstraint] = WeakValueDictionary()
 
 
 def _known_boost_constraint(phrases: tuple[ConstraintPhrase, ...]) -> PhraseBoostConstraint:
-    """One object for equal phrases: steps look it up, and compare it, without a look at the phrases."""
+    """One object for equal phrases, so that steps look it up and compare it without comparing phrases."""
     if (boosts := _known.get(phrases)) is None:
         boosts = _known[phrases] = PhraseBoostConstraint(phrases)
     return boosts
@@ -158,27 +152,27 @@ def _ways_of_constraint_phrase(tokens: Sequence[int] | Sequence[Sequence[int]]) 
 
 
 class _ConstraintAutomaton(NamedTuple, Generic[Array]):
-    """Which beginning of a phrase is the longest that a hypothesis ends in: a node, the root for none.
+    """Maps a hypothesis to the longest beginning of a phrase that it ends in: a node, the root for none.
 
-    Nodes are numbered by layer. On the host, weights are float64; on a device, float32.
+    Nodes are numbered by layer. Weights are float64 on the host, float32 on a device.
     """
 
     parents: Array  # [edges]
-    columns: Array  # [edges] place of the token among `tokens`
-    depths: Array  # [edges] of the parents
+    columns: Array  # [edges], index of the token in `tokens`
+    depths: Array  # [edges], depths of the parents
     children: Array  # [edges]
-    tokens: Array  # those of all edges, each once, ascending
-    suffixes: Array  # [nodes, layers]: by layer the node of a suffix of the node's tokens, itself among them
-    occurring: Array  # [nodes] weights of the phrases that end there
-    pending: Array  # [nodes]
+    tokens: Array  # of all edges, each once, ascending
+    suffixes: Array  # [nodes, layers], by layer the suffix of the node's tokens that is a node, itself included
+    occurring: Array  # [nodes], weights of the phrases that end at the node
+    pending: Array  # [nodes], the pending share
 
 
-# Equal phrases come with request after request, and those of 10,000 tokens take 50 ms to build.
+# Requests often repeat their phrases; building those of 10,000 tokens takes 50 ms.
 _automata = SearchCache[_ConstraintAutomaton[np.ndarray]](AUTOMATA_BYTES)
 
 
 def most_constraint_bytes(ways: Iterable[Sequence[int]]) -> int:
-    """That the tables of phrases take on a device which can be written in these ways, even if no two begin alike."""
+    """Bytes of the tables, on a device, of phrases with these ways, if no two begin alike: an upper bound."""
     lengths = [len(way) for way in ways]
     num_edges = sum(lengths)
     return (1 + num_edges) * (SUFFIX_BYTES * max(lengths) + WEIGHT_BYTES) + num_edges * EDGE_BYTES
@@ -188,8 +182,8 @@ def _new_constraint_automaton(phrases: tuple[ConstraintPhrase, ...]) -> _Constra
     beginnings = sorted({way[:length] for phrase in phrases for way in phrase.ways for length in range(len(way) + 1)})
     beginnings.sort(key=len)
     nodes = {tokens: node for node, tokens in enumerate(beginnings)}
-    ends = [set[int]() for _ in beginnings]  # which phrases end there
-    shares = [-np.inf] * len(beginnings)  # the largest share of those that go on
+    ends = [set[int]() for _ in beginnings]  # by node, the phrases that end at it
+    shares = [-np.inf] * len(beginnings)  # by node, the largest pending share
     for number, (ways, weight) in enumerate(phrases):
         for way in ways:
             ends[nodes[way]].add(number)
@@ -197,7 +191,7 @@ def _new_constraint_automaton(phrases: tuple[ConstraintPhrase, ...]) -> _Constra
                 node = nodes[way[:length]]
                 shares[node] = max(shares[node], weight * length / len(way))
 
-    suffix_of = [NOWHERE]  # the longest proper one that is a node
+    suffix_of = [NOWHERE]  # by node, its longest proper suffix that is a node
     suffixes = np.full((len(beginnings), len(beginnings[-1])), NOWHERE, np.int32)
     suffixes[ROOT, 0] = ROOT
     occurring, pending = np.zeros((2, len(beginnings)))
@@ -223,13 +217,13 @@ def _new_constraint_automaton(phrases: tuple[ConstraintPhrase, ...]) -> _Constra
 
 
 def _constraint_edges_lead_on(tables: _ConstraintAutomaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
-    """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
+    """[..., edges] bool, which edges lead on from nodes [...] or from their suffixes."""
     return tables.suffixes[nodes][..., tables.depths] == tables.parents
 
 
 def _next_constraint_nodes(tables: _ConstraintAutomaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
-    """[G, r, n] the nodes to which the tokens that are in phrases lead from nodes [G, r]; the root where none does."""
+    """[G, r, n], the nodes to which each token of `tables.tokens` leads from nodes [G, r]; the root where none does."""
     leads = _constraint_edges_lead_on(tables, nodes)
     found = nodes.new_full((*nodes.shape, len(tables.tokens)), ROOT)
-    # Of several the one with the highest number is that of the longest beginning.
+    # Of several nodes, the one with the highest number has the longest beginning.
     return found.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")

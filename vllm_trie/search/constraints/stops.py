@@ -1,4 +1,4 @@
-"""What ends a hypothesis: stop tokens, and stop strings, which the host looks for in text; not before `min_tokens`."""
+"""What ends a hypothesis, not before `min_tokens`: stop tokens, and stop strings, which the host finds in text."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from vllm_trie.search.token_tables import CPU, MOST_TOKENS, search_token_classes
 
 GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
 
-# Of parents and tokens [G, K], and of what was copied beside them: which complete a stop string, [G, K].
+# From parents and tokens [G, K], and what was copied with them: which complete a stop string, [G, K].
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
 
 
 class StopStringConstraint:
-    """Finds on the host which candidates complete a stop string: for one copy of them the host waits.
+    """Finds on the host which candidates complete a stop string; the host waits for one copy of the candidates.
 
     Args:
         judge: Finds them.
-        beside: int32, on the device, what this takes besides: copied with the first candidates.
-        first: From which row on their parents are counted.
+        beside: int32, on the device, what `judge` needs besides: copied with the first candidates.
+        first: The row from which the parents of candidates are counted.
     """
 
     def __init__(self, judge: Judge, beside: torch.Tensor | None = None, first: int = 0) -> None:
         self._judge, self._beside, self._first = judge, beside, first
         self._copied: np.ndarray | None = None
-        self.num_going_on = 0  # candidates that do not end, of the group that had fewest, when it was last asked
+        self.num_going_on = 0  # non-ending candidates of the group that has fewest, at the last call of `end`
 
     def of_rows(self, first: int) -> StopStringConstraint:
-        """The same of candidates whose parents are counted from row `first` on."""
+        """For candidates whose parents are counted from row `first` on."""
         return StopStringConstraint(self._judge, self._beside, first)
 
     def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
-        """Which candidates [G, K] complete a stop string, or end in a stop token: bool [V]."""
+        """bool [G, K], which candidates complete a stop string or are stop tokens, by `is_stop`, bool [V]."""
         parents, tokens = self._on_host(candidates)
         ends = is_stop[tokens] | self._judge(parents + self._first, tokens, self._copied)
         self.num_going_on = int((~ends).sum(axis=1).min(initial=ends.shape[1]))
@@ -69,45 +69,45 @@ class _StopConstraints(NamedTuple):
 
 
 class StopConstraints(_StopConstraints):
-    """What the hypotheses of a search may end with.
+    """What may end the hypotheses of a search.
 
     Args:
         token_ids: Stop tokens, ascending.
         strings: Stop strings.
-        skips_special_tokens: The text in which they are looked for is without special tokens.
-        spaces_special_tokens: Where it has them, spaces may be between them.
-        are_barred: `min_tokens` is not reached: no hypothesis may stop here, or take a stop token.
-        ignored_token_ids: Tokens that end nothing, and that `min_tokens` bars, too, as vLLM does: an ignored EOS.
+        skips_special_tokens: Stop strings are looked for in text without special tokens.
+        spaces_special_tokens: Where the text has special tokens, spaces may separate them.
+        are_barred: `min_tokens` is not reached: no hypothesis may end, or take a stop token.
+        ignored_token_ids: Tokens that end nothing, but that `min_tokens` bars as vLLM does: an ignored EOS.
     """
 
     @cached_property
     def barred_token_ids(self) -> tuple[int, ...]:
-        """What nothing may continue with."""
+        """Tokens that no hypothesis may take in this step."""
         if not self.are_barred:
             return ()
         return self.token_ids + self.ignored_token_ids if self.ignored_token_ids else self.token_ids
 
     @cached_property
     def ending_token_ids(self) -> tuple[int, ...]:
-        """What ends a hypothesis in this step."""
+        """Tokens that end a hypothesis in this step."""
         return () if self.are_barred else self.token_ids
 
     @cached_property
     def last_token_ids(self) -> tuple[int, ...]:
-        """What no beam goes on after: it ends there, or may not take it."""
+        """Tokens that no beam continues after: they end it, or are barred."""
         return self.barred_token_ids if self.are_barred else self.token_ids
 
     @cached_property
     def may_complete(self) -> bool:
-        """Whether stop strings end hypotheses in this step."""
+        """Whether stop strings may end hypotheses in this step."""
         return bool(self.strings) and not self.are_barred
 
     def classes(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Not to be written to."""
+        """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Read-only."""
         return search_token_classes(self.last_token_ids, BARRED if self.are_barred else ENDS, vocab_size, device)
 
     def columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """[n] int64, ascending: the tokens of a vocabulary that end a hypothesis in this step. Not to be written to."""
+        """[n] int64, ascending: the tokens of a vocabulary that end a hypothesis in this step. Read-only."""
         return search_token_columns(self.ending_token_ids, vocab_size, device)
 
     def biases(self, vocab_size: int, device: torch.device, *, ends: bool) -> torch.Tensor:
@@ -116,5 +116,5 @@ class StopConstraints(_StopConstraints):
         return torch.where(are_wanted, 0.0, NEVER)
 
     def lead_nowhere(self, tokens: np.ndarray) -> np.ndarray:
-        """Which tokens, on the host and of any shape, no beam goes on after."""
+        """Which of `tokens`, on the host and of any shape, no beam continues after."""
         return np.isin(tokens, search_token_columns(self.last_token_ids, MOST_TOKENS, CPU).numpy())

@@ -1,7 +1,7 @@
-"""Tokens that a model's generation configuration suppresses: `suppress_tokens`, and `begin_suppress_tokens`.
+"""Tokens that a model's generation configuration suppresses: `suppress_tokens` and `begin_suppress_tokens`.
 
-Source: transformers 5.19 `SuppressTokensLogitsProcessor` and `SuppressTokensAtBeginLogitsProcessor`, which act on
-log-probabilities in beam search: what is left is not renormalised.
+Source: transformers 5.19 `SuppressTokensLogitsProcessor` and `SuppressTokensAtBeginLogitsProcessor`, which in beam
+search act on log-probabilities: the others are not renormalised.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from vllm_trie.search.devices import NEVER, search_constant
 
 @dataclass(frozen=True)
 class SuppressionConstraint(Constraint):
-    """No hypothesis has a suppressed token. The states [G, r] bool are whether a hypothesis has a token.
+    """No hypothesis takes a suppressed token. The states [G, r] bool are whether a hypothesis has any token yet.
 
     Args:
-        anywhere: Tokens that come nowhere.
-        at_first: Tokens that do not come first.
+        anywhere: Tokens suppressed at every position.
+        at_first: Tokens suppressed as the first of a hypothesis.
     """
 
     anywhere: tuple[int, ...]

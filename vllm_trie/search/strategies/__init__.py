@@ -1,1 +1,1 @@
-"""How the next beams are chosen among all continuations: each way is one file here, see `vllm_trie.search.step`."""
+"""How the next beams are chosen among all continuations, one file per strategy; see `vllm_trie.search.step`."""

@@ -33,7 +33,7 @@ from vllm_trie.search.rules import (
 )
 from vllm_trie.search.step_result import SearchStepResult
 
-FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
+FEW_STOPS = 3  # tokens: up to this many, one longer ranking of all continuations is faster than two
 
 
 class _BestStrategy(NamedTuple):
@@ -45,8 +45,8 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     """Beam search: the best continuations go on.
 
     Args:
-        semantics: Whose rules say what finishes: "hf", "vllm" or "tridecode".
-        eos_score_factor: A token, and the factor of the score by which it is compared.
+        semantics: Whose rules decide what finishes: "hf", "vllm" or "tridecode".
+        eos_score_factor: A token, and the factor by which its score is multiplied for comparisons.
     """
 
     @property
@@ -89,7 +89,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
             stops = search_candidates_stopping(rules, candidates, completes, vocab_size)
             if completes is None or count >= num_rows * vocab_size or completes.num_going_on >= width:
                 break
-            count *= 2  # too many complete a stop string, too few would go on
+            count *= 2  # so many complete a stop string that too few would go on
         if self.semantics != "vllm":
             num_finished = self.sizes(rules, num_rows).num_finished
             finished = self._finished(rules, candidates, stops, num_finished)
@@ -112,7 +112,7 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     def _finished(
         self, rules: SearchRules, candidates: SearchCandidates[torch.Tensor], stops: torch.Tensor, count: int
     ) -> SearchCandidates[torch.Tensor]:
-        """Candidates that finish; in the last step, those that go on, too.
+        """The candidates that finish; in the last step, also those that would go on.
 
         Args:
             count: As many as may finish, or more.
@@ -121,9 +121,9 @@ class BestStrategy(_BestStrategy, SearchStrategy):
             parents, tokens, scores = candidates
             best = SearchCandidates(parents[:, :count], tokens[:, :count], scores[:, :count])
             return search_candidates_ended(rules, best, stops[:, :count])
-        # or before the b-th that goes on; source: the trie paper's published code
+        # "tridecode": what ranks before the b-th that goes on; source: the trie paper's published code
         may_end = (~stops).cumsum(dim=1) + stops.int() <= (rules.num_beams or rules.width)
-        if len(rules.stops.ending_token_ids) > 1 or rules.stops.strings:  # a pool has no use for more than b that stop
+        if len(rules.stops.ending_token_ids) > 1 or rules.stops.strings:  # a pool can keep no more than b that stop
             may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
             return first_search_candidates(search_candidates_ended(rules, candidates, stops, may_end), may_end, count)
         return search_candidates_ended(rules, candidates, stops, may_end)
@@ -131,9 +131,9 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     def _ranked(
         self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, count: int
     ) -> SearchCandidates[torch.Tensor]:
-        """The best of what goes on, and of what ends as much as may finish: `count` in all, or a few more.
+        """The best of what goes on and, of what ends, as many as may finish: `count` in all, or a few more.
 
-        In vLLM's semantics, where what finishes is ranked by itself, it may be what goes on alone.
+        In vLLM's semantics, which rank what finishes separately, it may be only what goes on.
         """
         stops, as_vllm, factor = rules.stops, self.semantics == "vllm", self.eos_score_factor
         num_stops, leaves_one_out = len(stops.ending_token_ids), as_vllm and factor is not None
@@ -150,10 +150,10 @@ class BestStrategy(_BestStrategy, SearchStrategy):
     def _ranked_with_factor(
         self, rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, others: SearchCandidates[torch.Tensor]
     ) -> SearchCandidates[torch.Tensor]:
-        """Continuations by another order: one token competes by its score times a factor, and only among a row's best.
+        """Re-ranks continuations: one token competes by its score times a factor, and only among a row's best.
 
         Args:
-            others: The best without that token.
+            others: The best continuations without that token.
         """
         assert self.eos_score_factor is not None
         token_id, factor = self.eos_score_factor
@@ -170,13 +170,13 @@ class BestStrategy(_BestStrategy, SearchStrategy):
 def _allowed_by_strategy(
     rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, count: int
 ) -> torch.Tensor:
-    """[G, r, V] log-probabilities with boosts, -inf for what constraints, filters and pruning leave out.
+    """[G, r, V], log-probabilities with boosts, -inf for what constraints, filters and pruning leave out.
 
     Args:
-        count: Of a row, that may matter.
+        count: How many continuations of a row may matter.
 
     Returns:
-        A new tensor, or `logprobs` itself if there is nothing of all that.
+        A new tensor, or `logprobs` itself if none of these apply.
     """
     allowed, boosts = logprobs, inputs.boosts
 

@@ -1,4 +1,4 @@
-"""Beam search where rows have few continuations, as along a catalog: the best go on, what completes the best ends."""
+"""Beam search where rows have few continuations, as along a catalog: the best go on or, if complete, finish."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def best_strategy_continuations(
 ) -> SearchDecision:
     """The best continuations become beams, and those among the best b that are complete finish.
 
-    One may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
-    apart, each by the boosts that it has there. Rows have a few children each, which are ranked like a vocabulary of
-    that size. Under `rules.num_ending` so many may finish, and the host decides which do.
+    A continuation may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
+    separately, each with its own boosts. A row's few children are ranked like a vocabulary of that size. With
+    `rules.num_ending`, that many may finish, and the host decides which do.
 
     Args:
         sparse: The constraint that lists continuations.
@@ -44,7 +44,7 @@ def best_strategy_continuations(
         if has_end_boosts(are_over):
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
-        del found  # which takes memory
+        del found  # frees memory
         allowed = filtered_search_logprobs(own, rules.filters, num_ending + sparse.num_ends if boosts is None else None)
         if boosts is not None:
             added = boosts.gather(-1, tokens)
@@ -54,15 +54,14 @@ def best_strategy_continuations(
         return few_ends_for_strategy(fields, beams.scores, sparse.num_ends, width, rules.pruning)
 
     def has_end_boosts(are_over: bool) -> bool:
-        return inputs.has_pending and (
-            are_over or rules.pruning != NO_PRUNING
-        )  # else what only ends is left out anyhow
+        # Without pruning, what only ends is left out anyway unless it is over.
+        return inputs.has_pending and (are_over or rules.pruning != NO_PRUNING)
 
     def ranked(are_over: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[G, r, B] what continuations compete by, their tokens and targets.
+        """[G, r, B], the scores of continuations, their tokens and targets.
 
         Args:
-            are_over: Those that end compete as hypotheses that are over; else only those that do not go on do.
+            are_over: All that end compete as ended hypotheses; otherwise only those that do not go on do.
         """
         shape = *scores.shape, most + most_room_for_strategy(sparse.num_ends, width, rules.pruning)
         of_each = partial(of_rows, are_over=are_over)
@@ -95,18 +94,18 @@ def best_strategy_continuations(
 
 
 def _strategy_end_boosts(logprobs: torch.Tensor, beams: SearchBeams, tokens: torch.Tensor) -> torch.Tensor:
-    """[G, r, B] what tokens add to hypotheses that end with them."""
+    """[G, r, B], what tokens add to hypotheses that end with them."""
     boosts = beams.boosts(logprobs, is_end=True)
     assert boosts is not None
     return boosts.gather(-1, tokens)
 
 
 def _strategy_values_at(values: torch.Tensor, candidates: SearchCandidates[torch.Tensor]) -> torch.Tensor:
-    """Those of all continuations' values [G, r, B] that are at the places of candidates [G, K]."""
+    """The values [G, r, B] of continuations at the places of candidates [G, K]."""
     return values.flatten(1).gather(1, candidates.tokens)
 
 
 def _best_strategy_places(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> SearchCandidates[torch.Tensor]:
-    """The best `count` of continuations [G, r, B]; in `tokens` stand their places among all of a group."""
+    """The best `count` of continuations [G, r, B]; `tokens` are their places among all of a group."""
     ranked = rank_search_candidates(allowed, scores, count)
     return ranked._replace(tokens=ranked.parents * allowed.shape[-1] + ranked.tokens)

@@ -1,4 +1,4 @@
-"""Any strategy, by scores to which constraints add: hypotheses keep their cumulative log-probabilities besides."""
+"""Applies any strategy to scores with boosts; hypotheses also keep their cumulative log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from vllm_trie.search.step_result import SearchRankScores
 def choose_by_boosted_strategy(
     rules: SearchRules, logprobs: torch.Tensor, beams: SearchBeams, inputs: SearchInputs, boosts: torch.Tensor
 ) -> SearchDecision:
-    """As the strategy does, but candidates compete by cumulative log-probability and boosts; reports are without these.
+    """Chooses as the strategy does, by cumulative log-probability plus boosts; reports are without boosts.
 
     Args:
         rules, logprobs, beams, inputs: As for `SearchStrategy.choose`.
-        boosts: [G, r, V] float32, what each token adds; in the last step to a hypothesis that ends with it.
+        boosts: [G, r, V] float32, what each token adds; in the last step, to a hypothesis that ends with it.
     """
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
-    # In the last step all boosts are those of ends, and phrases do not go on after stop tokens. Which texts complete a
-    # stop string is known only of what is ranked.
+    # In the last step all boosts are those of ends, and no phrase continues after a stop token. Which candidates
+    # complete a stop string is known only of what is ranked.
     may_pend = not (rules.is_last or rules.stops.are_barred)
     inputs = inputs._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
 
@@ -58,7 +58,7 @@ def choose_by_boosted_strategy(
 def _boosted_strategy_total(
     scores: torch.Tensor, candidates: SearchCandidates[torch.Tensor], *values: torch.Tensor
 ) -> torch.Tensor:
-    """[G, K] what candidates have of their rows, and of their tokens in all values; -inf where there is none."""
+    """[G, K], the scores of candidates' rows plus the `values` of their tokens; -inf where there is no candidate."""
     parents, tokens, ranked = candidates
     cells = parents * values[0].shape[-1] + tokens
     own = reduce(add, (of_tokens.flatten(1).gather(1, cells) for of_tokens in values))

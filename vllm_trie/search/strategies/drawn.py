@@ -1,7 +1,7 @@
-"""Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+"""Beam sampling: the next beams are sampled from one joint distribution over all continuations of all beams.
 
-Source: DSBD paper. Plain steps draw by `drawn`; forests draw their drafts from the same distribution, and verify them
-(`rejection`) against it, then go on by `take_strategy_cells`.
+Source: DSBD paper. Plain steps sample by this strategy; forests sample drafts from the same distribution, verify them
+against it (`rejection`), then continue by `take_strategy_cells`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _JointSamplingStrategy(NamedTuple):
 
 
 class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
-    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+    """Beam sampling: the next beams are sampled from one joint distribution over all continuations of all beams.
 
     Args:
-        replacement: The same continuation may be drawn more than once.
-        min_width: Of a layer that is verified, in beams.
-        threshold: How probably as many beams as that must be accepted; None: always all beams.
-        keeps_one: Of the beams that one target forward leads to, only the best goes on.
-        accept_top_k: Drafts among so many best continuations are accepted, which is not exact; None: exactly.
+        replacement: The same continuation may be sampled more than once.
+        min_width: Beams of a verified layer, at least.
+        threshold: The probability with which `min_width` beams must be accepted; None: all beams, always.
+        keeps_one: Of the beams after one forward pass of the target, only the best goes on.
+        accept_top_k: Accept drafts among this many best continuations, which is not exact; None: exactly.
     """
 
-    scales_logits = False  # the temperature divides what beams are drawn by
+    scales_logits = False  # the temperature divides cumulative sums instead
 
     def sizes(self, rules: SearchRules, num_rows: int) -> SearchSizes:
         """See `SearchStrategy`."""
@@ -69,14 +69,14 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
         )
 
     def going_on(self, step: SearchStepResult[Any]) -> SearchStepResult[Any]:
-        """What goes on after a forward of the target: all, or the best beam; on the device or on the host."""
+        """What goes on after a forward pass of the target: all beams, or the best one; on the device or on the host."""
         return best_beam_of_strategy(step) if self.keeps_one else step
 
 
 def take_strategy_cells(
     rules: SearchRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, inputs: SearchInputs
 ) -> tuple[SearchDecision, torch.Tensor]:
-    """Go on with what was drawn for one group from its joint distribution.
+    """Continues with cells sampled for one group from its joint distribution.
 
     Args:
         logprobs: [I, V], as `joint_search_distribution` returns them.
@@ -84,7 +84,7 @@ def take_strategy_cells(
         cells: [K] int64, parent * V + token, at most b.
 
     Returns:
-        What is chosen, of one group, and the slot of each cell, [K]; -1 where it finishes.
+        The decision for the group, and the slot of each cell, [K]; -1 where it finishes.
     """
     num_drawn = len(cells)
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
@@ -99,7 +99,7 @@ def take_strategy_cells(
 
 
 def best_beam_of_strategy(step: SearchStepResult[Any]) -> SearchStepResult[Any]:
-    """The same step, after which only the best beam of each group goes on; on the device or on the host."""
+    """The step with only the best beam of each group going on; on the device or on the host."""
     along: Any = np.take_along_axis if isinstance(step.scores, np.ndarray) else torch.take_along_dim
     best = step.scores.argmax(-1, keepdims=True)
     parents, tokens, scores = (along(field, best, -1) for field in step[:3])
@@ -110,7 +110,7 @@ def best_beam_of_strategy(step: SearchStepResult[Any]) -> SearchStepResult[Any]:
 def _sampled_strategy_continuations(
     logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, is_possible: torch.Tensor
 ) -> SearchCandidates[torch.Tensor]:
-    """Continuations at `cells` [G, K], parent * V + token, in the order in which they were drawn."""
+    """Continuations at `cells` [G, K], parent * V + token, in the order sampled."""
     vocab_size = logprobs.shape[-1]
     parents = cells // vocab_size
     total = logprobs.flatten(1).gather(1, cells) + scores.gather(1, parents)

@@ -1,4 +1,4 @@
-"""Of the stop tokens that may follow an item, however many there are, those alone that may matter."""
+"""Keeps, of the stop tokens that may follow an item, only those that may matter, however many there are."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def few_ends_for_strategy(
     fields: Fields, scores: torch.Tensor, num_ends: int, width: int, pruning: SearchPruning
 ) -> Fields:
-    """Continuations of rows with fewer of the last ones, which end: the best of each row, in their order.
+    """Continuations of rows with fewer of the last ones, which end: only the best of each row, in order.
 
     Args:
-        fields: [G, r, B] what they compete by, their tokens and targets.
-        scores: [G, r] of rows; both together are at most 0.
-        num_ends: Of each row, the last ones, that end.
+        fields: [G, r, B], their scores, tokens and targets.
+        scores: [G, r], of rows; both scores together are at most 0.
+        num_ends: How many of each row's last continuations end.
         width: Beams of the search: no more of a row can be among the best.
-        pruning: Which counts how many are better.
+        pruning: Its `per_parent` rule counts how many are better.
     """
     num_kept = _num_ends_for_strategy(width, pruning)
     if num_ends <= num_kept:
@@ -39,7 +39,7 @@ def few_ends_for_strategy(
 def most_room_for_strategy(num_ends: int, width: int, pruning: SearchPruning) -> int:
     """For how many more continuations of a row there must be room: none where few may end it.
 
-    Rows with many are taken in parts where others are one part, and then hold what is left of the other parts, too.
+    Rows that many may end are taken in more parts, and then what is kept of the other parts takes memory, too.
     """
     return 2 * num_ends if num_ends > _num_ends_for_strategy(width, pruning) else 0
 

@@ -1,7 +1,7 @@
-"""Group beam search: the beams are in groups, of which each avoids what the groups before it have just taken.
+"""Group beam search: the beams are in groups, each of which avoids the tokens that earlier groups took in this step.
 
 Source: Vijayakumar et al. 2016, Diverse Beam Search, with the Hamming distance, as in transformers 4.56
-`_group_beam_search`: the penalty stays in the scores of hypotheses, and a group that is done goes on as padding.
+`_group_beam_search`: the penalty stays in the scores of hypotheses, and a done group is padded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _DiverseGroupsStrategy(NamedTuple):
 
 
 class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
-    """Group beam search: how many groups the beams are in, and what the later ones of them avoid.
+    """Group beam search: each group of beams avoids the tokens that earlier groups took in the same step.
 
     Args:
-        number: Of groups.
-        penalty: That each earlier beam that took a token takes off its log-probability.
-        padding: The token that beams take of a group that is done; None: none.
-        done: Which groups are.
+        number: Groups of beams.
+        penalty: What each beam of an earlier group that took a token subtracts from its log-probability.
+        padding: The token that beams of a done group take; None: none.
+        done: The groups that are done.
     """
 
     def in_phase(self, phase: SearchPhase) -> DiverseGroupsStrategy:
@@ -51,9 +51,8 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
         """One step of N searches, group after group.
 
         Returns:
-            The step, in which the prompt, where it is the only row, is that of the first slot of each group, so that
-            every parent tells its group; and the log-probabilities [N, b, V] of slots, less penalties, if they are
-            reported.
+            The step, and the log-probabilities [N, b, V] of slots, less penalties, if they are reported. If the prompt
+            is the only row, it counts as the first slot of each group, so that every parent identifies its group.
         """
         num_searches, num_rows, vocab_size = logprobs.shape
         width = rules.width // self.number
@@ -69,11 +68,11 @@ class DiverseGroupsStrategy(_DiverseGroupsStrategy, SearchStrategy):
             completes = inputs.completes and inputs.completes.of_rows(first if num_rows > 1 else 0)
             own = inputs._replace(boosts=-penalties[:, None], completes=completes)
             step, _ = BestStrategy().choose(rules_of_group, logprobs[:, at], of_group, own)
-            if is_done and self.padding is not None:  # so this group has all its beams: fewer never fill a pool
+            if is_done and self.padding is not None:  # so this group keeps all its beams: fewer never fill a pool
                 counts[:, self.padding] += width
             counts.scatter_add_(1, step.tokens, (step.scores > NEVER).int())
             finished = step.finished._replace(parents=step.finished.parents + first)
-            if rules.num_ending is not None:  # places tell the group, and the rank in it
+            if rules.num_ending is not None:  # positions give the group and the rank in it
                 finished = filled_up_search_candidates(finished, rules.num_ending - finished.scores.shape[1])
             steps.append(step._replace(parents=step.parents + first, finished=finished))
             if rules.num_logprobs is not None:

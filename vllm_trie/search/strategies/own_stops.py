@@ -1,4 +1,4 @@
-"""Which hypotheses finish in vLLM's own beam search: each beam proposes its best 2b continuations, and those that stop.
+"""What finishes in vLLM's own beam search: those of each beam's best 2b continuations that stop.
 
 Source: vLLM 0.32 `BeamSearchOfflineMixin._beam_search_step`.
 """
@@ -16,9 +16,9 @@ from vllm_trie.search.rules import SearchRules, search_candidates_stopping, sear
 def own_strategy_stops(
     rules: SearchRules, allowed: torch.Tensor, scores: torch.Tensor, completes: StopStringConstraint | None
 ) -> SearchCandidates[torch.Tensor]:
-    """What stops among each row's own best 2b continuations finishes, however it ranks among all; else -inf.
+    """The continuations that stop among each row's own best 2b, whatever their rank among all; the others have -inf.
 
-    Without stop strings, all of it competes by sums alone: so the best b are enough.
+    Without stop strings, they compete by sums alone, so the best b are enough.
     """
     num_rows, vocab_size = allowed.shape[1:]
     if completes is not None:
@@ -38,11 +38,11 @@ def own_strategy_stops(
 
 
 def own_strategy_logprobs(rules: SearchRules, allowed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[G, r, n] log-probabilities of some tokens [n]; -inf unless a token is among the row's best 2b."""
+    """[G, r, n], log-probabilities of tokens [n]; -inf unless a token is among the row's best 2b."""
     own = allowed.index_select(-1, tokens)
     if not own.numel() or 2 * rules.width >= allowed.shape[-1]:
         return own
-    if len(tokens) == 1:  # which takes less time
+    if len(tokens) == 1:  # faster for one token
         is_best = (allowed > own).sum(dim=-1, keepdim=True, dtype=torch.int32) < 2 * rules.width
     else:
         is_best = own >= _least_of_strategy_best(rules, allowed)[..., None]
@@ -50,6 +50,6 @@ def own_strategy_logprobs(rules: SearchRules, allowed: torch.Tensor, tokens: tor
 
 
 def _least_of_strategy_best(rules: SearchRules, allowed: torch.Tensor) -> torch.Tensor:
-    """[G, r] the least log-probability of each row's best 2b tokens."""
+    """[G, r], the lowest log-probability of each row's best 2b tokens."""
     best, _ = search_topk(allowed, min(2 * rules.width, allowed.shape[-1]))
     return best[..., -1]

@@ -1,4 +1,4 @@
-"""Each beam draws its next token for itself, as the first tokens of a search that `sample_first` begins."""
+"""Each beam samples its next token independently: the first tokens of a search with `sample_first`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from vllm_trie.search.step_result import SearchStepResult
 
 @dataclass(frozen=True)
 class RowSamplingStrategy(SearchStrategy):
-    """Each beam takes one token that is drawn from what its row may take, or finishes with it.
+    """Each beam takes one token sampled from what its row may take, or finishes with it.
 
-    The slot of a beam that stops is dead; the search displaces it once nothing is drawn any more.
+    The slot of a beam that stops is dead; the search refills it once sampling ends.
     """
 
     def choose(

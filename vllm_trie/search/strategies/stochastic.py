@@ -1,4 +1,4 @@
-"""Stochastic beam search: whole hypotheses are drawn without replacement, by noise that they keep."""
+"""Stochastic beam search: samples whole hypotheses without replacement, by noise that they keep."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from vllm_trie.search.step_result import SearchRankScores, SearchStepResult
 
 @dataclass(frozen=True)
 class StochasticStrategy(SearchStrategy):
-    """The best continuations after noise become beams, or finish, drawn from what each row may take.
+    """The best continuations after noise become beams or finish, sampled from what each row may take.
 
-    Those that finish compete with all that is still running by their noise, and keep it. Source: Kool et al. 2019.
+    Those that finish keep their noise, and compete by it with all that still run. Source: Kool et al. 2019.
     """
 
     def choose(

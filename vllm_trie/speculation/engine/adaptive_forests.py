@@ -1,7 +1,7 @@
-"""How large the next forest of a search is under `speculation="auto"`: as large as pays, from none on.
+"""Sizes the next forest of a search under `speculation="auto"`: as large as pays off, or none.
 
-What steps cost is measured from scheduling to results, in steps of the engine that compute no prompts. Answers do
-not depend on any of it.
+The cost of a step is its time from scheduling to results, measured in engine steps that compute no prompts. Results do
+not depend on any of this.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.search.forest_size import PLAIN, DraftAcceptance, ForestSize, StepCosts, fastest_forest_size
 
-LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
-LEAST_REST, MOST_REST = 8, 64  # steps that are plain before a forest is thought of again: twice as many each time
+LEAST_STEPS = 2  # of a kind, before its costs are used
+LEAST_REST, MOST_REST = 8, 64  # plain steps before the next forest is considered: twice as many each time
 
 
 class _Scheduled(NamedTuple):
-    """A step whose results are not in yet."""
+    """A step that is scheduled and whose results are not in yet."""
 
     at: float  # seconds
     num_tokens: int  # without those of forests
-    is_steady: bool  # every row computes a token: nothing of a prompt
+    is_steady: bool  # every row computes one token, and nothing of a prompt
 
 
 class AdaptiveForests:
-    """Chooses sizes of forests for the groups of one engine.
+    """Chooses the sizes of forests for the groups of one engine.
 
     Args:
-        num_layers: The most that a forest may have.
+        num_layers: The most layers of a forest.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._costs = StepCosts()
         self._of_all: dict[tuple[int, int], DraftAcceptance] = defaultdict(lambda: DraftAcceptance(num_layers))
-        self._rests: dict[int, int] = defaultdict(lambda: LEAST_REST)  # the last one, by width
+        self._rests: dict[int, int] = defaultdict(lambda: LEAST_REST)  # the last rest, by width
         self._scheduled = deque[_Scheduled]()
         self._last_results = 0.0
 
@@ -47,10 +47,10 @@ class AdaptiveForests:
         """The size of a group's next forest.
 
         Args:
-            group: One that may speculate in this step.
-            length: Of its beams.
-            most_layers: That its forest may have.
-            num_tokens: That the step computes without it.
+            group: A group that may speculate in this step.
+            length: Length of its beams, in tokens.
+            most_layers: The most layers that the forest may have.
+            num_tokens: Tokens that the step computes without the forest.
         """
         if self._costs.plain.count < LEAST_STEPS:
             group.rest(length, LEAST_REST)
@@ -71,15 +71,15 @@ class AdaptiveForests:
         return size
 
     def scheduled(self, num_tokens: int, is_steady: bool) -> None:
-        """A step that computes something begins. Results come in the order of steps.
+        """Notes that a step which computes something begins. Results arrive in the order of steps.
 
-        A plain step may begin before the results of the one before are in. What steps take is then the time from
-        results to results: the first of several seems to take longer and the last shorter, together they do not.
+        A plain step may begin before the results of the previous one are in. The time of a step is then measured from
+        results to results: the first of several seems longer and the last shorter, but their sum is right.
         """
         self._scheduled.append(_Scheduled(time.perf_counter(), num_tokens, is_steady))
 
     def finished(self, results: Iterable[DecidedMessage]) -> None:
-        """The results of the oldest step that was scheduled are in."""
+        """Notes that the results of the oldest scheduled step are in."""
         step, now = self._scheduled.popleft(), time.perf_counter()
         seconds, self._last_results = now - max(step.at, self._last_results), now
         if not step.is_steady:
@@ -88,20 +88,20 @@ class AdaptiveForests:
         if not forests:
             self._costs.plain.observe((1, step.num_tokens), seconds)
             return
-        drafting = forests[0].seconds  # of all of them together
+        drafting = forests[0].seconds  # of all forests together
         num_layers, num_tokens = max(forest.num_layers for forest in forests), sum(f.num_computed for f in forests)
         self._costs.drafting.observe((1, num_layers, num_tokens), drafting)
         self._costs.verifying.observe((1, step.num_tokens + num_tokens), seconds - drafting)
 
     def learn(self, group: GroupForests, forest: DraftedMessage, num_steps: int) -> None:
-        """What came of a forest: so many steps of its group's search."""
+        """Records the outcome of a forest: how many steps it gave its group's search."""
         acceptance = self._acceptance(group)
         if forest.draft_width in acceptance:
             acceptance[forest.draft_width].observe(forest.num_layers, num_steps)
             self._of_all[group.width, forest.draft_width].observe(forest.num_layers, num_steps)
 
     def _acceptance(self, group: GroupForests) -> dict[int, DraftAcceptance]:
-        """By draft width."""
+        """The group's acceptance, by draft width."""
         if not group.acceptance:
             narrow, wide = (factor * group.width for factor in (DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM))
             most = min(group.most_drafts or wide, wide)

@@ -1,4 +1,4 @@
-"""When the next step of a search may be several, by a forest."""
+"""When and how far a group speculates: whether the next step of a search may be several, by a forest."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 class GroupForests(BeamGroupForests):
-    """Of a search that speculates: how large its forests are, and when it takes plain steps.
+    """The forests of a group that speculates: how large they are, and when the group takes plain steps instead.
 
     Args:
-        params: Its options.
-        width: Its beams.
+        params: The search's options.
+        width: Beams of the search.
     """
 
     def __init__(self, params: BeamParams, width: int) -> None:
         self.width, self.is_adaptive = width, params.speculation == "auto"
-        self.most_drafts = params.draft_width  # of one layer, if the request says so
-        self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
-        self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, where it decides how large forests are
-        self._first_length = params.sample_first  # before any has led nowhere
+        self.most_drafts = params.draft_width  # of one layer, if the request sets it
+        self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # of one layer, unless the size is adaptive
+        self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, if the size is adaptive
+        self._first_length = params.sample_first  # of beams, from which the group speculates
         self.restart()
 
     def restart(self) -> None:
         super().restart()
         self.first_length = self._first_length
-        self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
+        self.num_rested = self.num_failed = 0  # steps of the last rest; forests in a row that led nowhere
 
     def report(self, counts: GroupCounts) -> dict[str, Any]:
         return counts.as_dict()
 
     def rest(self, length: int, num_steps: int) -> None:
-        """From beams of this length take so many plain steps before the next forest."""
+        """Postpones the next forest until `num_steps` plain steps after beams of this length."""
         self.first_length, self.num_rested = max(self._first_length, length + num_steps), num_steps

@@ -1,4 +1,4 @@
-"""Shares out what a step leaves over to groups that speculate: tokens and KV blocks, down to a plain step."""
+"""Shares the tokens and KV blocks that a step leaves unused among groups that speculate."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.search.forest_size import ForestSize
 
-MOST_REST = 16  # steps, of a group that drafts by n-grams
+MOST_REST = 16  # steps, of a group with n-gram drafting
 NEVER_AGAIN = 1 << 40  # steps
 
 
 class SpeculationBudgets(SchedulerBudgets):
-    """Shares out what steps leave over.
+    """Shares what steps leave unused among groups that speculate.
 
     Args:
-        config: The engine's.
-        kv_cache_manager: Lends the blocks.
+        config: The engine's speculative config.
+        kv_cache_manager: Lends KV blocks.
     """
 
     def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager) -> None:
@@ -45,28 +45,28 @@ class SpeculationBudgets(SchedulerBudgets):
     def share_out(
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
     ) -> None:
-        """Give each group that speculates an equal share; what one cannot use is left to those after it."""
+        """Gives each group that speculates an equal share; what one cannot use is left to the groups after it."""
         self._share_out([one for one in candidates if _group_may_speculate(one.group)], num_tokens, spare_tokens)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
-        if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
+        if output.num_scheduled_tokens:  # otherwise vLLM only waits for results
             self.adaptive.scheduled(num_tokens, is_steady)
 
     def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int) -> None:
         for position, (group, request, step) in enumerate(candidates):
             forests = _group_forests_of(group)
-            # What the draft model sees of a sequence may be shorter.
+            # The draft model may have a shorter maximum length.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
             size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
             if forests.is_adaptive and size.num_layers > 0:
                 size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
             num_layers, draft_width = size
             share, least = len(candidates) - position, least_drafts_to_speculate(group.plan.search)
-            within_model = self._max_model_len - request.num_computed_tokens  # all may be in one row
+            within_model = self._max_model_len - request.num_computed_tokens  # all drafts may be in one row
             most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
             if num_layers < 1 or most < least:
                 continue
-            # In memory mode no more than plain beams would hold.
+            # In memory mode, no more rows than plain beams would hold.
             most_rows = group.plan.width - 1 if group.plan.params.memory_mode else None
             drafts = range(least, most + 1)
             lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows)
@@ -83,8 +83,8 @@ class SpeculationBudgets(SchedulerBudgets):
     def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:
         """See `SchedulerBudgets`.
 
-        It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
-        a row that led nowhere, a group rests for one step, then for 2, 4, ...
+        Drafting costs more than a plain step, and n-grams draft in vain where texts do not repeat themselves: after
+        three forests in a row that led nowhere, a group rests for one step, then for 2, 4, ...
         """
         forests = _group_forests_of(group)
         if drafted == CANNOT_DRAFT:
@@ -101,15 +101,15 @@ def _group_may_speculate(group: BeamGroup) -> bool:
 
 
 def _group_forests_of(group: BeamGroup) -> GroupForests:
-    """Those of a group that speculates."""
+    """The forests of a group that speculates."""
     assert isinstance(group.forests, GroupForests)
     return group.forests
 
 
 def least_drafts_to_speculate(rules: SearchRules) -> int:
-    """How many drafts a forest must have, so that verifying it may lead to a second step.
+    """The fewest drafts of a forest whose verification may lead to a second step.
 
-    Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
-    after each root, or with one draft alone where others are too bad to matter.
+    Sampled layers have a minimum width. A search continues if everything that lives on was drafted, if need be after
+    each root; or with a single draft, where worse beams do not matter.
     """
     return 1 if rules.ranks_together and not isinstance(rules.strategy, JointSamplingStrategy) else rules.width

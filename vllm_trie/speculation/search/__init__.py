@@ -1,1 +1,1 @@
-"""The laws of speculation: forests, how large they are, and which drafts are accepted. Knows nothing of vLLM."""
+"""The rules of speculation: forests, their sizes, and which drafts are accepted. Independent of vLLM."""

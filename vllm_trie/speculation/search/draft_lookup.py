@@ -1,8 +1,8 @@
-"""Drafts without a draft model: how the newest tokens of beams went on where they occurred before.
+"""Drafts without a draft model: how the newest tokens of beams continued where they occurred before.
 
-They are looked for in the prompt and in what the beams of the group have generated: a copy of either goes on as it did.
-As in vLLM's n-gram speculation the longest match counts most, and of equally long ones the latest. Beams often differ
-by a single token: so a newest token may also stand for another one, after which the copy goes on.
+Matches are looked for in the prompt and in what the group's beams have generated: a copy of either continues as the
+original did. As in vLLM's n-gram speculation the longest match counts most, and of equally long ones the latest. Beams
+often differ by a single token, so a newest token may also replace another one, after which the copy continues.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from vllm_trie.speculation.search.forest import Forest
 
 Array = np.ndarray
 
-MOST_PAIRS = 1 << 14  # of a beam and a place; where there are more, each beam looks into its own history alone
-MOST_PLACES = 1 << 15  # that are looked at, for all beams together: else long prompts of few words hold everyone up
-# What makes one number of a continuation: odd, so that no token is lost, and large.
+MOST_PAIRS = 1 << 14  # of a beam and a match; with more, each beam searches only its own history
+MOST_PLACES = 1 << 15  # places looked at for all beams together: long prompts of few words must not delay the step
+# Hashes a continuation to one number: odd, so that no token is lost, and large.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NGrams(NamedTuple):
-    """How many of a beam's newest tokens must have occurred before, and how many are compared."""
+    """How many of a beam's newest tokens must have occurred before, and how many are compared at most."""
 
     shortest: int
     longest: int
 
 
 class DraftPromptIndex:
-    """Where each token stands in a prompt, or in what comes after it.
+    """An index of the places of each token in a prompt or other sequence.
 
     Args:
-        prompt: Its tokens.
+        prompt: Token ids.
     """
 
     def __init__(self, prompt: Sequence[int] | Array) -> None:
@@ -43,14 +43,14 @@ class DraftPromptIndex:
         self._sorted = self.tokens[self._positions]
 
     def find(self, tokens: Array) -> tuple[Array, Array]:
-        """The latest places of some tokens: [H] which of them, and [H] where it stands."""
+        """The latest places of `tokens`: [H] index of the token in `tokens`, and [H] its position in the sequence."""
         starts, ends = (np.searchsorted(self._sorted, tokens, side=side) for side in ("left", "right"))
         counts = np.minimum(ends - starts, max(MOST_PLACES // len(tokens), 1))
         return np.repeat(np.arange(len(tokens)), counts), self._positions[search_spans(ends - counts, counts)]
 
 
 class DraftPaths(NamedTuple):
-    """How beams may go on: the best of each beam first, then the second best ones."""
+    """Possible continuations of beams: the best of each beam first, then the second best."""
 
     beams: Array  # [K]
     tokens: Array  # [K, num_tokens] int32
@@ -59,16 +59,16 @@ class DraftPaths(NamedTuple):
 def look_up_drafts(
     prompt: DraftPromptIndex, generated: Array, ngrams: NGrams, num_tokens: int, most: int
 ) -> DraftPaths:
-    """How the newest tokens of beams went on before.
+    """How the newest tokens of beams continued where they occurred before.
 
-    What comes after the end of a text is what repeats it from the match on.
+    Where a continuation reaches the end of the text, it repeats the text from the match on.
 
     Args:
         prompt: The prompt of all beams.
         generated: [b, G] int32, what each beam has generated, G >= 1.
         ngrams: Which matches count.
-        num_tokens: Of each continuation.
-        most: Different continuations of a beam.
+        num_tokens: Tokens of each continuation.
+        most: The most different continuations of a beam.
     """
     history = _DraftHistories(prompt, generated)
     matches = _draft_matches(history, ngrams, num_tokens)
@@ -77,7 +77,7 @@ def look_up_drafts(
     if generated.shape[1] > 1 and best.min() < ngrams.longest:
         replaced = _draft_matches(history, ngrams, num_tokens, is_replaced=True)
         matches = _Matches(*map(np.concatenate, zip(matches, replaced, strict=True)))
-    order = np.lexsort((-matches.ends, -matches.lengths, matches.beams))  # the best first, of each beam
+    order = np.lexsort((-matches.ends, -matches.lengths, matches.beams))  # of each beam, the best first
     beams, rows, ends = (matches.beams[order], matches.rows[order], matches.ends[order])
     ahead = np.arange(num_tokens) % (history.length - 1 - ends)[:, None]
     tokens = history.tokens(rows[:, None], ends[:, None] + 1 + ahead)
@@ -90,15 +90,15 @@ def look_up_drafts(
 
 
 def add_drafts_to_forest(forest: Forest, found: DraftPaths, draft_width: int) -> list[list[int]]:
-    """Let a forest of roots alone grow by these continuations, as far as there is room.
+    """Adds continuations to a forest that consists of roots alone, as far as there is room.
 
     Args:
         forest: Its roots are the beams.
-        found: How they may go on. A token that is negative ends its continuation before it.
+        found: The continuations. A negative token ends its continuation before it.
         draft_width: The most nodes of a layer.
 
     Returns:
-        The nodes of each layer, all in the order in which they were added; no layer is empty.
+        The nodes of each layer, in the order in which they were added; no layer is empty.
     """
     nodes, growing, layers = found.beams.tolist(), [*range(len(found.beams))], list[list[int]]()
     for tokens in found.tokens.T.tolist():
@@ -120,10 +120,10 @@ def add_drafts_to_forest(forest: Forest, found: DraftPaths, draft_width: int) ->
 
 
 class _DraftHistories:
-    """All that is known of beams of equal length.
+    """The tokens of beams of equal length: prompt and generated.
 
     Args:
-        prompt: Of P tokens.
+        prompt: P tokens.
         generated: [b, G].
     """
 
@@ -132,26 +132,26 @@ class _DraftHistories:
         self.length = len(prompt.tokens) + generated.shape[1]
 
     def tokens(self, rows: Array, positions: Array) -> Array:
-        """The tokens of rows at positions from 0 on; of any shape."""
+        """Tokens of rows at positions counted from 0; any shape."""
         num_prompt = len(self.prompt.tokens)
         of_prompt = self.prompt.tokens[np.minimum(positions, num_prompt - 1)]
         return np.where(positions < num_prompt, of_prompt, self.generated[rows, np.maximum(positions - num_prompt, 0)])
 
 
 class _Matches(NamedTuple):
-    """Places at which the newest tokens of beams stood before: [H] each."""
+    """Places where the newest tokens of beams occurred before: [H] each."""
 
     beams: Array
-    rows: Array  # where it is
-    ends: Array  # the position of its last token
-    lengths: Array  # tokens that match
+    rows: Array  # the row with the match
+    ends: Array  # the position of the match's last token
+    lengths: Array  # of matching tokens
 
 
 def _draft_matches(history: _DraftHistories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False) -> _Matches:
-    """All matches that count.
+    """All earlier occurrences of the newest tokens of beams that are long enough to count.
 
     Args:
-        is_replaced: The newest token of a beam stands for another one, which counts against the match.
+        is_replaced: The newest token of a beam replaces another one, which counts against the match.
     """
     skip = int(is_replaced)
     beams, rows, ends = _draft_match_places(history, num_tokens + skip, skip)
@@ -168,10 +168,10 @@ def _draft_matches(history: _DraftHistories, ngrams: NGrams, num_tokens: int, is
 
 
 def _draft_match_places(history: _DraftHistories, num_tokens: int, skip: int) -> tuple[Array, Array, Array]:
-    """[H] beams, and the row and position of a token that is the same as their newest but `skip`, and before it.
+    """[H] beams, and the row and position of an earlier token that equals the beam's newest but `skip`.
 
-    The prompt, and what all rows have in common from there on, is looked through once, as each beam's own; of rows that
-    go on alike for `num_tokens` one is.
+    The prompt, and what all rows have in common after it, is searched once for all beams; of several rows that continue
+    alike for `num_tokens`, one is searched.
     """
     prompt, generated = history.prompt, history.generated
     last = generated.shape[1] - 1 - skip
@@ -196,7 +196,7 @@ def _draft_match_places(history: _DraftHistories, num_tokens: int, skip: int) ->
 
 
 def _first_of_alike_drafts(tails: Array, num_tokens: int) -> Array:
-    """[b, T] whether no row in front of this one has the same tokens up to there, and for `num_tokens` more."""
+    """[b, T], whether no earlier row has the same tokens up to this one and for `num_tokens` more."""
     as_bytes = np.ascontiguousarray(tails).view(f"V{tails.shape[1] * tails.itemsize}")[:, 0]
     order = np.argsort(as_bytes, kind="stable")
     differs = np.ones(tails.shape, dtype=bool)
@@ -207,7 +207,7 @@ def _first_of_alike_drafts(tails: Array, num_tokens: int) -> Array:
 
 
 def _different_drafts(beams: Array, tokens: Array) -> Array:
-    """The first of each continuation of a beam. A very few that differ are taken for the same."""
+    """The first occurrence of each continuation of a beam. Compares by hash: a very few that differ may be dropped."""
     numbers = beams.astype(np.uint64)
     for column in tokens.T:
         numbers = numbers * _MULTIPLIER ^ column.astype(np.uint64)

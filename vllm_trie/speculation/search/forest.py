@@ -1,8 +1,8 @@
 """The forest of a speculative step: a tree of proposed continuations for each beam.
 
 A node is a token after its parent; the first nodes, the roots, are the beams' newest tokens. Row i computes the tree of
-beam i, at consecutive places of its KV cache: its root, then every other node after its parent. Attention lets each of
-them see the row's own past and its ancestors.
+beam i at consecutive places of its KV cache: the root, then every other node after its parent. In attention, each node
+sees the row's past, its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Forest:
 
     Args:
         roots: The newest token of each beam; row i is beam i's.
-        max_drafts: Nodes that may come on top of the roots.
+        max_drafts: The most nodes besides the roots.
     """
 
     def __init__(self, roots: Sequence[int], max_drafts: int) -> None:
@@ -32,19 +32,19 @@ class Forest:
         self.rows = [[node] for node in range(len(roots))]  # the nodes of each row, in the order of its cache
         self.row_of = list(range(len(roots)))  # by node
         self.places = [0] * len(roots)  # by node, in its row
-        self._masks = [1] * len(roots)  # a bit for each place in its row that a node sees; of as many as were asked for
+        self._masks = [1] * len(roots)  # bits of the places in its row that a node sees; computed when needed
         self.max_drafts = max_drafts
         self._num_open = max_drafts
         self._children: dict[tuple[int, int], int] = {}
 
     @classmethod
     def grown(cls, drafted: np.ndarray, rows: np.ndarray, layers: Sequence[int], max_drafts: int) -> Forest:
-        """A forest that has grown elsewhere, where nodes come in the same order: layer by layer.
+        """A forest that has grown on a device, where nodes are in the same order: layer by layer.
 
         Args:
-            drafted: [2, nodes] the parents and tokens of all nodes, the parents of roots among them `ROOT`.
-            rows: [nodes] of each node.
-            layers: How many nodes each layer has, that of the roots first.
+            drafted: [2, nodes], the parents and tokens of all nodes; the parents of roots are `ROOT`.
+            rows: [nodes], the row of each node.
+            layers: How many nodes each layer has, the roots first.
             max_drafts: See `Forest`.
         """
         (parents, tokens), num_roots = drafted.tolist(), layers[0]
@@ -61,26 +61,26 @@ class Forest:
         return forest
 
     def open(self, num_drafts: int) -> None:
-        """Let only so many drafts be used, until more are opened."""
+        """Limits the drafts to `num_drafts`, until the next call."""
         self._num_open = num_drafts
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the roots among them."""
+        """Nodes, including the roots."""
         return len(self.tokens)
 
     @property
     def num_drafts(self) -> int:
-        """Nodes, without the roots."""
+        """Nodes, excluding the roots."""
         return len(self.tokens) - len(self.rows)
 
     @property
     def has_room(self) -> bool:
-        """Whether there can be one more node."""
+        """Whether one more node may be added."""
         return self.num_drafts < self._num_open
 
     def as_arrays(self) -> list[np.ndarray]:
-        """All that the forest is: its rows follow from the order of its nodes."""
+        """The forest's contents; its rows follow from the order of its nodes."""
         return [np.array(self.tokens), np.array(self.parents)]
 
     def path(self, node: int) -> list[int]:
@@ -95,16 +95,16 @@ class Forest:
         return [[self.tokens[node] for node in nodes] for nodes in self.rows]
 
     def leaves(self) -> Iterator[int]:
-        """Nodes without children."""
+        """The nodes without children."""
         parents = set(self.parents)
         return (node for node in range(self.num_nodes) if node not in parents)
 
     def child(self, node: int, token: int) -> int | None:
-        """The node of `token` after `node`, if it was drafted."""
+        """The child of `node` with this token, if it was drafted."""
         return self._children.get((node, token))
 
     def add(self, parent: int, token: int) -> int:
-        """Continue `parent` by `token`, for which there is room. Returns the node, which may be there already."""
+        """Continues `parent` by `token`, for which there must be room. Returns the node, which may exist already."""
         known = self._children.get((parent, token))
         if known is not None:
             return known
@@ -120,7 +120,7 @@ class Forest:
         return node
 
     def attention_mask(self, row: int, first: int = 0) -> np.ndarray:
-        """[nodes, nodes of the row] bool: which of its row's nodes each node from place `first` on sees.
+        """[nodes, nodes of the row] bool: which nodes of its row each node from place `first` on sees.
 
         These are its ancestors and itself.
         """
@@ -134,23 +134,23 @@ class Forest:
 
 
 def affordable_forest_layers(max_drafts: int, num_layers: int, draft_width: int, least_width: int) -> tuple[int, int]:
-    """How many layers, of how many drafts each, have room whatever is drafted.
+    """How many layers fit, and how many drafts each, whatever is drafted.
 
-    A forest of drawn nodes must not be cut according to what they are.
+    A forest of sampled nodes must not be cut by what they are.
 
     Returns:
-        As many layers as possible, and their drafts, at least `least_width`; (0, 0) if there is no room for one.
+        As many layers as possible, and the drafts of each, at least `least_width`; (0, 0) if not even one fits.
     """
     num_layers = min(num_layers, max_drafts // least_width)
     return (num_layers, min(draft_width, max_drafts // num_layers)) if num_layers else (0, 0)
 
 
 class Layer(NamedTuple):
-    """The newest layer of a forest that is searched as plain beam search would search it; on the host."""
+    """The newest layer of a forest that is searched as plain beam search would be; on the host."""
 
     nodes: list[int]
-    scores: np.ndarray  # [nodes] float32, what ranks them: of the target for roots, by the draft's logits since then
-    num_narrow: int  # of these, the first ones: those that beam search by the draft model alone would have kept
+    scores: np.ndarray  # [nodes] float32, rank scores: the target's for roots, plus the draft model's log-probabilities
+    num_narrow: int  # the first nodes, which beam search with the draft model alone would keep
 
 
 class BestTokens(NamedTuple):
@@ -161,16 +161,16 @@ class BestTokens(NamedTuple):
 
 
 def draft_forest_layer(forest: Forest, layer: Layer, best: BestTokens, width: int, draft_width: int) -> Layer:
-    """Draft one more layer: the narrow beam's best children first, then the best others.
+    """Drafts one more layer: the narrow beam's best children first, then the best others.
 
-    The target's beams are found in the forest if all of them are; so what beam search of the target's own width
-    would keep, were the draft model the target, comes first. (With the best `draft_width` alone even a perfect
-    draft misses some.) Children for which there is no room are left out, the worst first.
+    The forest leads on where it has all of the target's beams, so what beam search of the target's width would keep,
+    were the draft model the target, comes first. (The best `draft_width` alone would miss some even with a perfect
+    draft model.) Children that do not fit are left out, the worst first.
 
     Args:
-        best: At least `draft_width` of each node, if it has so many.
+        best: At least `draft_width` tokens of each node, if it has as many.
         width: Beams of the search.
-        draft_width: Nodes of the new layer.
+        draft_width: The most nodes of the new layer.
 
     Returns:
         The new layer, empty if nothing can be drafted.

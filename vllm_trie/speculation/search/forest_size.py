@@ -1,4 +1,4 @@
-"""How large a forest pays, by what steps cost here and by what was accepted of the forests before."""
+"""Which size of forest pays off, by the measured cost of steps and by how earlier forests were accepted."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-FADING = 0.95  # of an observation, with each one after it
-OUTLIER = 3.0  # times what was expected: what takes longer than that counts as no longer
-SOLVED_EVERY = 16  # observations, where costs need not be the newest
-ENOUGH = 10  # observations, before anything is expected with that confidence
-RIDGE = 1e-9  # so that features that never changed share their cost
+FADING = 0.95  # weight of an observation, per later one
+OUTLIER = 3.0  # times the expected seconds: anything longer counts as this much
+SOLVED_EVERY = 16  # observations, where costs need not be up to date
+ENOUGH = 10  # observations, before outliers are judged by what is expected
+RIDGE = 1e-9  # makes features that never changed share their cost
 
-LEAST_GAIN = 0.97  # times a plain step is what a forest must take per step at most: less gain is none
+LEAST_GAIN = 0.97  # a forest must take at most this share of a plain step's time per step
 
-REMEMBERED = 0.97  # of what was accepted, with each choice: so that what failed is tried again some day
-HOPE, WEIGHT_OF_HOPE = 0.75, 2.0  # that a layer leads on before any is seen, and how many seen ones that counts as
-WEIGHT_OF_OTHERS = 4.0  # likewise, of other searches
+REMEMBERED = 0.97  # share of past acceptance, per choice: so that what failed is tried again eventually
+HOPE, WEIGHT_OF_HOPE = 0.75, 2.0  # prior: that a layer leads on; and how many observations this counts as
+WEIGHT_OF_OTHERS = 4.0  # observations that the acceptance of other searches counts as
 
 
 class ForestSize(NamedTuple):
-    """Of the next forest."""
+    """The size of a forest."""
 
     num_layers: int  # 0: none, a plain step
     draft_width: int = 0
@@ -31,7 +31,7 @@ PLAIN = ForestSize(0)
 
 
 class ForestCost:
-    """Seconds as a sum of features, each times what it costs: least squares, no cost negative, old times fade.
+    """Estimates seconds as a sum of features times their costs: non-negative least squares, old observations fade.
 
     Args:
         num_features: Numbers that describe what takes time.
@@ -40,11 +40,11 @@ class ForestCost:
     def __init__(self, num_features: int) -> None:
         self.count = 0  # observations
         self._normal, self._moment = np.zeros((num_features, num_features)), np.zeros(num_features)
-        self._costs: list[float] = []  # of each feature
-        self._num_solved = -SOLVED_EVERY  # observations that these come of; before any, too long ago
+        self._costs: list[float] = []  # by feature
+        self._num_solved = -SOLVED_EVERY  # observations when the costs were solved; initially long ago
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Take in how long something took."""
+        """Adds an observation: what has these features took this long."""
         if self.count >= ENOUGH:
             seconds = min(seconds, OUTLIER * self._sum(features, most_new=SOLVED_EVERY))
         of_features = np.array(features, dtype=np.float64)
@@ -53,17 +53,17 @@ class ForestCost:
         self._moment = FADING * self._moment + of_features * seconds
 
     def expected(self, *features: float) -> float:
-        """Seconds that something will take."""
+        """The estimated seconds of something with these features."""
         return self._sum(features, most_new=0)
 
     def _sum(self, features: Sequence[float], most_new: int) -> float:
-        """Seconds by costs that are older than so many observations at most."""
+        """Estimated seconds, by costs that lag at most `most_new` observations behind."""
         if self.count - self._num_solved > most_new:
             self._costs, self._num_solved = self._solved().tolist(), self.count
         return sum(cost * feature for cost, feature in zip(self._costs, features, strict=True))
 
     def _solved(self) -> np.ndarray:
-        """What each feature costs. The one whose cost comes out negative is free, and the others bear it."""
+        """The cost of each feature. A feature whose cost is negative is dropped, and the others are solved again."""
         costs, paid = np.zeros(len(self._moment)), np.arange(len(self._moment))
         while len(paid):
             normal = self._normal[np.ix_(paid, paid)]
@@ -76,11 +76,11 @@ class ForestCost:
 
 
 class StepCosts:
-    """What steps of this engine cost."""
+    """The costs of steps in this engine."""
 
     def __init__(self) -> None:
         self.plain = ForestCost(2)  # by 1 and tokens
-        self.verifying = ForestCost(2)  # likewise
+        self.verifying = ForestCost(2)  # by 1 and tokens
         self.drafting = ForestCost(3)  # by 1, layers and drafts
 
 
@@ -88,8 +88,8 @@ class DraftAcceptance:
     """How often a layer of drafts led to one more step.
 
     Args:
-        num_layers: The most that a forest has.
-        others: What is expected as long as little is known; by default hope.
+        num_layers: The most layers of a forest.
+        others: The acceptance assumed while little is known; None: the prior `HOPE`.
     """
 
     def __init__(self, num_layers: int, others: DraftAcceptance | None = None) -> None:
@@ -97,35 +97,35 @@ class DraftAcceptance:
         self._led, self._tried = np.zeros((2, num_layers))
 
     def observe(self, num_layers: int, num_steps: int) -> None:
-        """A forest of so many layers led to so many steps; the first step needs no forest."""
+        """A forest of `num_layers` layers led to `num_steps` steps; the first step needs no forest."""
         self._tried[: min(num_steps, num_layers)] += 1
         self._led[: num_steps - 1] += 1
 
     def forget(self) -> None:
-        """Let what was observed count less."""
+        """Lowers the weight of all observations so far."""
         self._led *= REMEMBERED
         self._tried *= REMEMBERED
 
     def rates(self) -> np.ndarray:
-        """[layers] the probability that each leads on, if those before it did."""
+        """[layers], the probability that each layer leads on if all earlier ones did."""
         known, weight = (HOPE, WEIGHT_OF_HOPE) if self._others is None else (self._others.rates(), WEIGHT_OF_OTHERS)
         return (self._led + weight * known) / (self._tried + weight)
 
     def expected_steps(self) -> list[float]:
-        """[layers] the steps that forests of 1, 2, ... layers lead to."""
+        """[layers], the expected steps of forests of 1, 2, ... layers."""
         return (1 + self.rates().cumprod().cumsum()).tolist()
 
 
 def fastest_forest_size(
     costs: StepCosts, acceptance: Mapping[int, DraftAcceptance], most_layers: int, num_tokens: int
 ) -> ForestSize:
-    """The size of forest that takes the least time per step.
+    """The size of forest with the least time per step.
 
     Args:
-        costs: Of steps.
-        acceptance: By draft width, of the group.
-        most_layers: That the forest may have.
-        num_tokens: That the step computes anyway.
+        costs: The costs of steps.
+        acceptance: The group's, by draft width.
+        most_layers: The most layers that the forest may have.
+        num_tokens: Tokens that the step computes without the forest.
     """
     best, least = PLAIN, costs.plain.expected(1, num_tokens) * LEAST_GAIN
     for draft_width, accepted in acceptance.items():

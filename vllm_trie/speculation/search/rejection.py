@@ -1,4 +1,4 @@
-"""Speculative beam sampling: accept, of what the draft model drew, what keeps the target's distribution exact."""
+"""Speculative beam sampling: accepts drafts sampled from the draft model so that the target's distribution is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from vllm_trie.search.filters import search_running_sum
 from vllm_trie.search.sampling import draw_search_cells
 
-NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
+NEGLIGIBLE = 1e-12  # a probability this small is rounding
 
 
 class DraftAcceptanceRules(NamedTuple):
@@ -22,16 +22,16 @@ class DraftAcceptanceRules(NamedTuple):
     min_width: int = 1
     threshold: float | None = None  # None: every layer has max_width
     replacement: bool = False
-    top_k: int | None = None  # by what rank drafts are accepted, which is not exact; None: exactly
+    top_k: int | None = None  # accept drafts by rank, which is not exact; None: exactly
 
     def width(self, p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> int:
-        """How many beams a layer is to have: `acceptable_draft_width`, unless it is fixed."""
+        """How many beams a layer has: `acceptable_draft_width`, unless it is fixed."""
         if self.threshold is None:
             return self.max_width
         return acceptable_draft_width(p, q, num_drafts, self.threshold, self.min_width, self.max_width)
 
     def verify(self, p: torch.Tensor, drafts: Drafts, width: int, rng: np.random.Generator) -> AcceptedLayer:
-        """Turn drafts into beams by the rule that was asked for."""
+        """Turns drafts into beams by the requested rule."""
         if self.top_k is not None:
             return accept_drafts_by_rank(p, drafts.cells, width, self.top_k, self.replacement, rng)
         return accept_drafts(p, drafts.q, drafts.cells, width, self.replacement, rng)
@@ -40,24 +40,24 @@ class DraftAcceptanceRules(NamedTuple):
 class Drafts(NamedTuple):
     """One layer of drafts."""
 
-    q: torch.Tensor  # [I, V] float64, the distribution they were drawn from
-    cells: np.ndarray  # [S] flat cells, in the order they were drawn
+    q: torch.Tensor  # [I, V] float64, the distribution that they were sampled from
+    cells: np.ndarray  # [S] flat cells, in the order sampled
 
 
 class AcceptedLayer(NamedTuple):
-    """One layer of beams, drawn from the target's distribution."""
+    """One layer of beams, sampled from the target's distribution."""
 
-    cells: np.ndarray  # [W] flat cells, in the order of the distribution's draws
-    drafts: np.ndarray  # [W], which draft each is; -1 if it was drawn from the target
+    cells: np.ndarray  # [W] flat cells, in the order sampled
+    drafts: np.ndarray  # [W], the draft of each; -1 if it was sampled from the target
 
     @property
     def is_complete(self) -> bool:
-        """Whether all are drafts, so that the forward has also seen what follows them."""
+        """Whether all are drafts, so that the forward pass has also computed what follows them."""
         return bool((self.drafts >= 0).all())
 
 
 def draw_acceptable_drafts(q: torch.Tensor, rules: DraftAcceptanceRules, rng: np.random.Generator) -> Drafts:
-    """Draw a layer of drafts from exactly the distribution they will be verified against."""
+    """Samples a layer of drafts from exactly the distribution they will be verified against."""
     return Drafts(q, draw_search_cells(q, rules.draft_width, rules.replacement, rng))
 
 
@@ -67,17 +67,18 @@ def accept_draft_layers(
     rules: DraftAcceptanceRules,
     rng: np.random.Generator,
 ) -> Iterator[AcceptedLayer]:
-    """Verify layers of drafts until one is incomplete; after the last, draw one more from the target.
+    """Verifies layers of drafts until one is incomplete; after the last, samples one more from the target.
 
-    Each layer has beam sampling's distribution given the one before it, unless drafts are accepted by rank. The
+    Each layer has beam sampling's distribution given the previous one, unless drafts are accepted by rank. The
     iteration ends early where nothing is possible. Source: DSBD paper.
 
     Args:
-        layers: Of one iteration, the first drawn from the input beams, each other from all drafts before it.
-        distribution: The target's joint one: of None, over the input beams; of a complete layer, with a row for each
-            of *its drafts*, zero for those that were not accepted or have finished.
+        layers: The drafts of one forest, the first sampled from the input beams, each later one from all drafts
+            before it.
+        distribution: The target's joint distribution: for None, over the input beams; for a complete layer, with a row
+            for each of *its drafts*, zero for those that were not accepted or have finished.
         rules: The width of a layer.
-        rng: Independent of what the drafts were drawn with.
+        rng: Independent of what sampled the drafts.
     """
     verified, width = None, rules.max_width
     for drafts in layers:
@@ -97,18 +98,18 @@ def accept_draft_layers(
 def accept_drafts(
     p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, width: int, replacement: bool, rng: np.random.Generator
 ) -> AcceptedLayer:
-    """Turn draws from q into draws from p, as many of them as possible being the drafts.
+    """Turns samples from q into samples from p, as many of them as possible being the drafts.
 
-    The cells are `width` draws from p, independent with replacement and sequential without it, whatever q is and if
-    `width` was set without a look at the drafts. Source: DSBD paper, whose ratio is printed upside down.
+    The cells are `width` samples from p, independent with replacement and sequential without it, whatever q is, if
+    `width` was set without looking at the drafts. Source: DSBD paper, whose ratio is printed upside down.
 
     Args:
-        p: [I, V] float64, normalised, with mass. Rows of draft parents that were rejected are zero.
-        q: [I, V] float64, as the drafts were drawn: neither masked nor renormalised over valid parents.
-        drafts: [S] flat cells in the order they were drawn, and drawn by the same distribution as is asked for here.
-        width: W; without replacement fewer cells come back if fewer are possible.
-        replacement: Which distribution.
-        rng: Independent of what the drafts were drawn with.
+        p: [I, V] float64, normalised, not all zero. Rows of rejected draft parents are zero.
+        q: [I, V] float64, as the drafts were sampled: neither masked nor renormalised over valid parents.
+        drafts: [S] flat cells in the order sampled, with or without replacement as `replacement` has it.
+        width: W; without replacement fewer cells are returned if fewer are possible.
+        replacement: Whether a cell may be sampled again.
+        rng: Independent of what sampled the drafts.
     """
     residual = DraftRejectionResidual(p, q, replacement)
     cells, accepted = list[int](), list[int]()
@@ -133,18 +134,18 @@ def accept_drafts(
 def accept_drafts_by_rank(
     p: torch.Tensor, drafts: np.ndarray, width: int, top_k: int, replacement: bool, rng: np.random.Generator
 ) -> AcceptedLayer:
-    """Accept the drafts that are among the target's best cells, and draw from p what these leave.
+    """Accepts the drafts that are among the target's best cells, and samples the rest from p.
 
-    Cells have no distribution that p alone decides. As the temperature falls, without replacement and with `top_k` at
-    most `width`, they become the `width` best ones, as those of `accept_drafts` do. Source: top-K acceptance;
-    verification is relaxed in the same spirit in AtSpeed (https://arxiv.org/abs/2410.05165).
+    The cells follow no distribution that p alone determines. As the temperature falls, without replacement and with
+    `top_k` at most `width`, they become the `width` best ones, as those of `accept_drafts` do. Source: top-K
+    acceptance; AtSpeed (https://arxiv.org/abs/2410.05165) relaxes verification in the same spirit.
 
     Args:
         p: [I, V] float64, as in `accept_drafts`.
-        drafts: [S] flat cells in the order they were drawn.
+        drafts: [S] flat cells in the order sampled.
         width: W, as in `accept_drafts`.
-        top_k: So many cells are the best; those that tie for the last place are all among them.
-        replacement: Whether a cell may be drawn again.
+        top_k: How many cells count as best; all that tie for the last place are included.
+        replacement: Whether a cell may be sampled again.
         rng: As in `accept_drafts`.
     """
     target = p.flatten()
@@ -158,30 +159,30 @@ def accept_drafts_by_rank(
 
 
 class Draft(NamedTuple):
-    """A draft as it is verified; its chance to be drawn was q / left."""
+    """A draft as it is verified; its probability when it was sampled was q / left."""
 
     cell: int
     p: float
     q: float
-    left: float  # what q held after the drafts before it: 1 with replacement
+    left: float  # the mass that q had left after the earlier drafts: 1 with replacement
 
 
 class DraftRejectionResidual:
-    """p': what the target's distribution for the next beam has become after the drafts seen so far.
+    """p': the target's distribution for the next beam, given the drafts seen so far.
 
-    A rejection makes p' = norm(max(p' - q', 0)), q' being what the rejected draft was drawn from, and an acceptance
-    makes p' = p again; without replacement, p without the accepted cells. All updates between two acceptances together
-    subtract a multiple of q, so p' = norm(max(p - debt * q, 0)): a rejection costs one pass and keeps no copy.
+    A rejection makes p' = norm(max(p' - q', 0)), q' being the distribution that the rejected draft was sampled from. An
+    acceptance resets p' = p; without replacement, p without the accepted cells. All updates between two acceptances
+    together subtract a multiple of q, so p' = norm(max(p - debt * q, 0)): a rejection costs one pass and no copy.
 
-    q needs no mask where a parent was rejected: p is zero there, and so is the maximum. Renormalising q over valid
-    parents would be wrong, for its drafts were drawn, and rejected, as often as q says. Without replacement the same
-    debt is charged to rejected drafts, which q' no longer holds: they were rejected because it exceeds their p', and
-    are at zero until the next acceptance.
+    q needs no mask where a parent was rejected: p is zero in such a row, and so is the maximum. Renormalising q over
+    valid parents would be wrong, because its drafts were sampled, and rejected, with the probabilities of q itself.
+    Without replacement the same debt is charged to rejected drafts, which q' no longer contains: they were rejected
+    because it exceeds their p', and are zero until the next acceptance.
 
     Args:
         p: [I, V] float64.
         q: [I, V] float64.
-        replacement: Whether a cell may be drawn again.
+        replacement: Whether a cell may be sampled again.
     """
 
     mass: float  # of `distribution`
@@ -195,7 +196,7 @@ class DraftRejectionResidual:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can be drawn any more."""
+        """Whether nothing is left to sample."""
         return self.mass == 0
 
     @property
@@ -204,19 +205,19 @@ class DraftRejectionResidual:
         return self.target.sub(self.proposal, alpha=self.debt).clamp_(min=0) if self.debt else self.target
 
     def chance(self, draft: Draft) -> float:
-        """p' / q', the chance to accept a draft if less than 1."""
+        """p' / q', the probability to accept a draft, if less than 1."""
         kept = max(draft.p - self.debt * draft.q, 0.0)
         return kept / self.mass / (draft.q / draft.left) if kept else 0.0
 
     def accept(self, cells: np.ndarray, drawn: np.ndarray) -> None:
-        """Begin the next beam, now that `cells` are taken and the drafts `drawn` cannot come again."""
+        """Starts the next beam: `cells` are taken, and the drafts `drawn` cannot come again."""
         if not self.replacement:
             self.target[torch.from_numpy(cells).to(self.target.device)] = 0
             self.proposal[torch.from_numpy(drawn).to(self.proposal.device)] = 0
         self._restart()
 
     def reject(self, left: float = 1.0) -> float:
-        """Take off p' what the rejected draft had the chance to be: the probability that a draft is rejected here."""
+        """Subtracts the rejected draft's q' from p'. Returns the probability that a draft is rejected here."""
         before = self.mass
         self.debt += before / left
         self.mass = float(self.distribution.sum())
@@ -231,9 +232,9 @@ class DraftRejectionResidual:
 
 
 def draft_acceptance_distribution(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
-    """P(S, k) for k = 0..S: the distribution of how many of S drafts with replacement are accepted if none is enough.
+    """P(S, k) for k = 0..S: the distribution of how many of S drafts with replacement are accepted, without a limit.
 
-    A run of drafts up to its next acceptance begins anew after each, so the counts are a convolution.
+    The run of drafts up to the next acceptance starts afresh after each, so the counts are a convolution.
     Source: DSBD paper, whose M_S is S.
     """
     residual = DraftRejectionResidual(p, q, replacement=True)
@@ -250,8 +251,8 @@ def acceptable_draft_width(
 ) -> int:
     """The widest layer that drafts fill with a probability of at least `threshold`, within bounds.
 
-    It is derived for drafts with replacement, and used without it too: whatever the rule, as long as it looks at p
-    and q and not at the drafts, the layer's distribution stays exact. Source: DSBD paper.
+    Derived for drafts with replacement, and also used without it: the layer's distribution stays exact under any rule
+    that looks at p and q but not at the drafts. Source: DSBD paper.
     """
     at_least = draft_acceptance_distribution(p, q, num_drafts)[::-1].cumsum()[
         ::-1
@@ -265,6 +266,6 @@ def _accept_drafts_as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray
     target, chances = p.flatten()[where], q.flatten()[where]
     left = torch.ones_like(chances)
     if not replacement:
-        # Summed from the end: one minus what was drawn would be all rounding once q is nearly used up.
+        # Summed from the end: one minus what was sampled would be mere rounding once q is nearly used up.
         left = q.flatten().index_fill(0, where, 0.0).sum() + search_running_sum(chances.flip(0)).flip(0)
     return [Draft(*seen) for seen in zip(drafts.tolist(), *torch.stack([target, chances, left]).tolist(), strict=True)]

@@ -1,1 +1,1 @@
-"""The worker's side of speculation: where drafts come from, and how their forests grow and are verified."""
+"""The worker's side of speculation: where drafts come from, and how forests grow and are verified."""

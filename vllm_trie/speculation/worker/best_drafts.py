@@ -1,4 +1,4 @@
-"""The best tokens after the nodes of a layer, as the draft model has them."""
+"""Ranks the draft model's tokens after the nodes of a layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm_trie.speculation.worker.forest_step import ForestStep
 def best_drafts_of_layer(
     forest_steps: Sequence[ForestStep], values: torch.Tensor, rows: Sequence[np.ndarray], number: int
 ) -> list[BestTokens]:
-    """The best tokens of layer `number` for each group, as many as it may draft; the host sees the device.
+    """The best tokens of layer `number` for each group, as many as it may draft; for host-readable devices.
 
     Args:
-        forest_steps: Of the groups.
+        forest_steps: The groups' forests.
         values: [N, V] logits of the draft model.
-        rows: Of each group, which of these follow the nodes of its newest layer, one after the other.
+        rows: For each group, which of these follow the nodes of its newest layer; consecutive.
         number: From 1 on.
     """
     best = []
@@ -38,11 +38,11 @@ def rank_drafts_after_nodes(
     """[nodes, n] float32 and int64, the best log-probabilities after each node and their tokens, the best first.
 
     Args:
-        forest_step: Of the group.
+        forest_step: The group's forest.
         logits: [nodes, V] of the draft model.
-        states: [1, nodes, ...] under each constraint.
-        number: Of the layer that is drafted.
+        states: [1, nodes, ...], by constraint.
+        number: The layer that is drafted.
     """
-    before = SearchBeams(logits[None, :, 0], states=states)  # scores have no say in these
+    before = SearchBeams(logits[None, :, 0], states=states)  # the scores do not matter
     (logprobs,) = search_logprobs_of_draft(forest_step.rules[number - 1], logits[None], before)
     return torch.topk(logprobs, min(forest_step.budget.draft_width, logprobs.shape[1]), dim=-1)

@@ -1,4 +1,4 @@
-"""Lay out what is drafted for groups that speculate: a forest each, which is a tree in the row of each beam.
+"""Lays out what is drafted for groups that speculate: one forest each, a tree in the row of each beam.
 
 The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
 gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or `draft_by_lookup`. Next: `verify`, then
@@ -29,19 +29,18 @@ from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
 
 Forests = dict[str, ForestStep]  # by group
-FORESTS: dict[type, type[ForestStep]] = {
-    JointSamplingStrategy: DrawnForestStep
-}  # by strategy; for others one that is searched
+# By strategy; the others have a `SearchedForestStep`.
+FORESTS: dict[type, type[ForestStep]] = {JointSamplingStrategy: DrawnForestStep}
 
 
 class Drafter(ABC):
-    """Drafts for the groups of one runner; there is a file for each place where drafts come from.
+    """Drafts for the groups of one runner; one file per source of drafts.
 
     Args:
         runner: vLLM's.
-        selector: Knows its KV blocks and catalogs.
-        tree_rows: Hold what is drafted.
-        rank_check: Compares forests between ranks; None if they are not to be compared.
+        selector: Provides the runner's rows, constraints and catalogs.
+        tree_rows: Where drafts are written.
+        rank_check: Compares forests between ranks; None: they are not compared.
     """
 
     def __init__(
@@ -54,15 +53,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
-        """A forest for every group with a budget; for none of those that it has no drafts for.
+        """A forest for every group with a budget, except groups that it has no drafts for.
 
         Args:
-            context: The step's.
-            groups: Of the runner.
+            context: The step.
+            groups: The runner's groups.
         """
 
     def draft(self, context: RunnerStepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> Forests:
-        """The forests of groups that speculate; what their rows compute is added to `output`."""
+        """The forests of groups that speculate; adds what their rows compute to `output`."""
         forests = self.forests(context, groups)
         for forest_step in forests.values():
             for row_id, count in zip(forest_step.group.row_ids, forest_step.counts.tolist(), strict=True):
@@ -75,16 +74,16 @@ class Drafter(ABC):
         return forests
 
     def compare(self, forests: Forests) -> None:
-        """Let ranks compare what they drafted, if that is asked for.
+        """Compares what the ranks drafted, if this was requested.
 
-        Where the host makes forests, before they compute some of different shapes together, and hang.
+        Where the host makes forests, before ranks hang in a forward pass over different shapes.
         """
         if self._rank_check is not None:
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)
 
     def _make_forest(self, step: GroupStep, group: GroupRows, roots: ForestRoots) -> ForestStep:
-        """A forest of a group's roots; to be called in the order of the groups."""
+        """A forest of a group's roots; must be called in the order of the groups."""
         rows, block_sizes, budget, blocks = self._selector.rows, self._runner.block_tables.block_sizes, step.budget, []
         assert budget is not None
         start = rows.num_computed(group)
@@ -93,7 +92,7 @@ class Drafter(ABC):
             last = max((start + budget.max_drafts) // block_size, column + bool(next_blocks))
             own = np.full((len(table), last + 1), NO_BLOCK, dtype=np.int32)
             own[:, : column + 1] = table
-            own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
+            own[:, : self._num_skipped(number, start)] = NO_BLOCK  # blocks before the window may be another's by now
             if next_blocks:
                 own[:, column + 1] = next_blocks
             blocks.append(own)
@@ -106,7 +105,7 @@ class Drafter(ABC):
         return kind(step, group, start, block_sizes, forest, layer, blocks, spare, beams.states)
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
-        """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""
+        """How many blocks before the window of a KV cache group the scheduler no longer holds."""
         spec = self._runner.kv_cache_config.kv_cache_groups[number].kv_cache_spec
         if not isinstance(spec, SlidingWindowSpec):
             return 0

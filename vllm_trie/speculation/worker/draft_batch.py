@@ -1,4 +1,4 @@
-"""What a draft model computes in one forward, over rows of our choosing: as the host lays it out, and on the device."""
+"""The batch of one forward pass of a draft model over chosen rows: as the host lays it out, and on the device."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class DraftInputs(NamedTuple):
 
     tokens: torch.Tensor  # [T] int32, row after row
     positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [KV cache groups, T] int64, where in the cache they lie
+    slots: torch.Tensor  # [KV cache groups, T] int64, their slots in the cache
     starts: torch.Tensor  # [R + 1] int32, where the tokens of each row begin
-    ends: torch.Tensor  # [R] int32, tokens of each row in the cache, with these
+    ends: torch.Tensor  # [R] int32, tokens of each row in the cache, including these
     tables: Sequence[torch.Tensor]  # by KV cache group: [R, columns] int32
-    starts_on_host: np.ndarray  # [R + 1] int32, the same
-    most_ends: np.ndarray  # [R] int32, the same or more, on the host
-    wanted: torch.Tensor | None  # [wanted] int64, after which of the tokens logits are wanted; None: after all
-    slots_before: Callable[[int], torch.Tensor]  # of a KV cache group: [T] int64 of the token before each; -1: of none
+    starts_on_host: np.ndarray  # [R + 1] int32, `starts` on the host
+    most_ends: np.ndarray  # [R] int32, upper bounds of `ends`, on the host
+    wanted: torch.Tensor | None  # [wanted] int64, the tokens after which logits are wanted; None: all
+    slots_before: Callable[[int], torch.Tensor]  # by KV cache group: [T] int64, of the token before each; -1: none
     sharing: Sequence[Sequence[SharedRows]]  # by group that drafts into trees, by KV cache group
 
 
 @dataclass
 class DraftBatch:
-    """What the host lays out, of the rows of some groups; T tokens."""
+    """What the host lays out for the rows of some groups; T tokens."""
 
     tokens: list[list[int]] = field(default_factory=list)  # of each row, at least one
-    starts: list[int] = field(default_factory=list)  # of each row: the place of the first of them in its cache
+    starts: list[int] = field(default_factory=list)  # of each row: the place of its first token in its cache
     positions: list[int] = field(default_factory=list)  # [T]
-    parents: list[int] = field(default_factory=list)  # [T], of each the place of the token before it in its cache
-    wanted: list[int] = field(default_factory=list)  # of the T tokens those after which logits are wanted
+    parents: list[int] = field(default_factory=list)  # [T], the place in its row's cache of the token before each
+    wanted: list[int] = field(default_factory=list)  # those of the T tokens after which logits are wanted
     blocks: list[list[np.ndarray]] = field(default_factory=list)  # by group, by KV cache group: [rows, columns] int32
     sharing: list[list[SharedRows]] = field(default_factory=list)  # by group that drafts into trees, by KV cache group
 
     def add_pending(self, forest_step: ForestStep, most: int | None = None) -> None:
-        """Compute the tokens that lead up to the roots, with logits after these; or only the first `most` of them."""
+        """Adds the tokens up to the roots, with logits after these; or only the first `most` tokens of each row."""
         for tokens in forest_step.pending:
             self.add_sequence(tokens[:most], forest_step.start + 1 - len(tokens))
             if most is None:
@@ -54,7 +54,7 @@ class DraftBatch:
         self.blocks.append(forest_step.blocks)
 
     def add_layer(self, forest_step: ForestStep) -> None:
-        """Compute the newest layer of a forest, each node at the end of its tree."""
+        """Adds the newest layer of a forest, each node at the end of its tree."""
         forest, start, places = forest_step.forest, forest_step.start, dict[int, int]()
         nodes = sorted(set(forest_step.layer.nodes))
         counts = Counter(forest.row_of[node] for node in nodes)
@@ -74,7 +74,7 @@ class DraftBatch:
         self.sharing.append([SharedRows(at, count, trees) for count in num_shared])
 
     def add_sequence(self, tokens: Sequence[int], start: int) -> None:
-        """Compute tokens of one row, from place `start` of its cache on. Its `blocks` are the caller's to add."""
+        """Adds tokens of one row, from place `start` of its cache on. The caller adds its `blocks`."""
         end = start + len(tokens)
         self._add_row(tokens, start, range(start, end), range(start - 1, end - 1))
 
@@ -86,7 +86,7 @@ class DraftBatch:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[rows] int32 tokens of each."""
+        """[rows] int32, tokens of each row."""
         return np.array([len(row) for row in self.tokens], dtype=np.int32)
 
     @cached_property
@@ -99,7 +99,7 @@ class DraftBatch:
         return tables
 
     def inputs(self, block_sizes: Sequence[int], device: torch.device) -> DraftInputs:
-        """The same on the device, by one copy; `block_sizes`: by KV cache group."""
+        """The batch on the device, by one copy; `block_sizes`: by KV cache group."""
         lengths, starts = self.lengths, np.array(self.starts)
         ends = (starts + lengths).astype(np.int32)
         query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -120,6 +120,6 @@ class DraftBatch:
         return DraftInputs(token_ids, of_tokens, slot_mappings, *of_rows, *on_host, wanted, slots_before, self.sharing)
 
     def _slots(self, places: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-        """[KV cache groups, T] int64 where places [T] of the rows lie, a place for each token."""
+        """[KV cache groups, T] int64, the slots of `places` [T], one for each token of the rows."""
         row, tables = np.repeat(np.arange(len(self.lengths)), self.lengths), zip(self.tables, block_sizes, strict=True)
         return np.stack([table[row, places // size].astype(np.int64) * size + places % size for table, size in tables])

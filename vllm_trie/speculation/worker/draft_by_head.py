@@ -1,4 +1,4 @@
-"""Forests from an EAGLE-3 head: as from a draft model, but it also reads the hidden states (see `hidden_states`)."""
+"""Forests from an EAGLE-3 head: as from a draft model, but it also reads hidden states (see `hidden_states`)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts from the head of a runner."""
+    """Drafts from the runner's head."""
 
     @cached_property
     def draft_model(self) -> DraftHeadModel:
-        """The head."""
+        """The runner's head, as a draft model."""
         return DraftHeadModel(self._runner, self._tree_rows)
 
     def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:
-        """As of a draft model; but drafts that are accepted are computed anew, beside the target's own states."""
+        """As for a draft model; but accepted drafts are computed again, from the target's own states."""
         super()._note_pending(forest_step, roots)
         forest_step.keeps_drafted = False
 
     def add_first_rows(self, groups: Sequence[GroupRows], rows: BatchRows) -> None:
-        """Compute what the target has computed in this step of groups that are one row yet. Waits for the device.
+        """Runs the head over what the target computes in this step for groups of one row. Waits for the device.
 
-        These are their prompts, and after a preemption what all their beams have in common. Of a prefix that they found
-        in the cache, vLLM may compute some only after this. A head of one layer writes KV that depends on no other's;
-        of one with more layers fewer drafts may be accepted then.
+        These tokens are prompts and, after a preemption, what all beams of a group have in common. vLLM may compute
+        part of a cached prefix only after this. A head of one layer writes KV that depends on no other token's; with
+        more layers, fewer drafts may be accepted then.
         """
-        if not groups:  # as in a profile, when there is no KV cache yet
+        if not groups:  # as in a profile run, when there is no KV cache yet
             return
         tables, batch = self._runner.block_tables, DraftBatch()
         for group in groups:

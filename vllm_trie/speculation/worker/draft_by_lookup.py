@@ -1,4 +1,4 @@
-"""Forests without a draft model: how the newest tokens of beams went on in the prompt and in the group's histories.
+"""Forests without a draft model: how the newest tokens of beams continued in the prompt and in the group's histories.
 
 Nothing is computed on the device. Where nothing is found, a group takes a plain step.
 """
@@ -26,7 +26,7 @@ NO_TOKEN = -1
 
 
 class LookupDrafter(Drafter):
-    """Drafts from what the group knows already."""
+    """Drafts from the tokens that the group already has."""
 
     @cached_property
     def _ngrams(self) -> NGrams:
@@ -48,7 +48,7 @@ class LookupDrafter(Drafter):
         return forests
 
     def _look_up(self, step: GroupStep, group: GroupRows, roots: ForestRoots) -> DraftPaths:
-        """How the beams of a group may go on. Waits for the device where there are constraints."""
+        """Possible continuations of a group's beams. Waits for the device if there are constraints."""
         rows, budget = self._selector.rows, step.budget
         assert budget is not None
         if group.prompt_index is None:
@@ -62,7 +62,7 @@ class LookupDrafter(Drafter):
         return found
 
     def _keep_to_constraints(self, found: DraftPaths, beams: SearchBeams) -> None:
-        """End continuations where they leave what the constraints allow."""
+        """Ends continuations where they leave what the constraints allow."""
         paths, tokens = map(self._selector.rows.upload, found)
         leads_on, beams = torch.ones_like(tokens, dtype=torch.bool), beams.gather(paths[None])
         for depth, of_layer in enumerate(tokens.clamp(min=0).T):
@@ -72,10 +72,10 @@ class LookupDrafter(Drafter):
 
 
 def _drafts_may_lead_on(found: DraftPaths, rules: SearchRules, scores: np.ndarray) -> bool:
-    """Whether a second step may come of these drafts: the best beam has one, or each has where all of them count.
+    """Whether these drafts may lead to a second step: the best beam has one and, if all beams count, so has each.
 
     Args:
-        scores: [b], of the beams; `NEVER` of one that is dead.
+        scores: [b], of the beams; `NEVER` for a dead one.
     """
     has_draft = np.zeros(len(scores), dtype=bool)
     has_draft[found.beams[found.tokens[:, 0] >= 0]] = True

@@ -1,4 +1,4 @@
-"""Forests from a draft model, layer by layer: one forward of it for each, for all groups that grow in the same way."""
+"""Forests from a draft model: one forward pass per layer, for all groups whose forests grow in the same way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm_trie.worker.rows.rows import GroupRows
 
 
 class ModelDrafter(Drafter):
-    """Drafts from the draft model of a runner."""
+    """Drafts from the runner's draft model."""
 
     @cached_property
     def draft_model(self) -> DraftModel:
-        """The runner's."""
+        """The runner's draft model."""
         return DraftModel(self._runner)
 
     def forests(self, context: RunnerStepContext, groups: dict[str, GroupRows]) -> Forests:
@@ -46,11 +46,11 @@ class ModelDrafter(Drafter):
         return forests
 
     def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:
-        """Note what of each beam the draft model has not computed."""
+        """Notes which tokens of each beam the draft model has not computed."""
         forest_step.pending, forest_step.group.num_drafted = roots.tokens.tolist(), forest_step.start
 
     def _catch_up(self, forests: Forests) -> None:
-        """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
+        """Runs the draft model over what plain steps have added, so that only a few tokens are left for each row."""
         num_rows = sum(len(forest_step.pending) for forest_step in forests.values())
         per_row = max(self._runner.max_num_tokens // num_rows, 1)
         for forest_step in forests.values():
@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_unseen(self, forests: Forests) -> None:
-        """Draft all layers of forests whose shape the host does not know yet. Waits for nothing."""
+        """Drafts all layers of forests whose shapes the host does not know yet. Waits for nothing."""
         unseen = DeviceForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
         batch = DraftBatch()
         for forest_step in unseen.forest_steps:

@@ -1,4 +1,4 @@
-"""What accepted drafts hold, for vLLM to see while it measures what is left for the KV cache."""
+"""Allocates what accepted drafts take, so that vLLM's memory profiling leaves room for it beside the KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_trie.speculative_config import speculative_config_layers
 
 
 def take_widest_draft_move(runner: GPUModelRunner) -> None:
-    """Hold as much memory as drafts that all rows accept: their keys and values, and hidden states beside them."""
+    """Allocates as much as drafts that all rows accept take: their keys and values, and their hidden states."""
     config, speculator = runner.vllm_config, runner.speculator
     specs = [spec for spec in runner.get_kv_cache_spec().values() if isinstance(spec, AttentionSpec)]
     per_token = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)

@@ -1,4 +1,4 @@
-"""Forwards of vLLM's draft model over rows of our choosing."""
+"""Forward passes of vLLM's draft model over chosen rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
 class DraftModel:
-    """The draft model of a runner. Its layers lie in the same KV blocks as the target's.
+    """The draft model of a runner. Its layers use the same KV blocks as the target's.
 
     Args:
         runner: A runner whose engine has a draft model.
@@ -29,23 +29,23 @@ class DraftModel:
         self._speculator = runner.speculator
 
     def logits(self, batch: DraftBatch) -> torch.Tensor:
-        """Compute tokens, write their KV, and return [wanted, V] what may come after some of them."""
+        """Computes tokens, writes their KV, and returns the logits [wanted, V] after some of them."""
         return self.logits_after(self._inputs(batch))
 
     def logits_after(self, inputs: DraftInputs) -> torch.Tensor:
-        """The same of tokens that are on the device already."""
+        """`logits` for tokens that are on the device already."""
         hidden = self._forward(inputs)
         return self._speculator.model.compute_logits(hidden if inputs.wanted is None else hidden[inputs.wanted])
 
     def forward(self, batch: DraftBatch) -> torch.Tensor:
-        """Compute tokens, write their KV, and return [T, H]."""
+        """Computes tokens, writes their KV, and returns hidden states [T, H]."""
         return self._forward(self._inputs(batch))
 
     def _inputs(self, batch: DraftBatch) -> DraftInputs:
         return batch.inputs(self._runner.block_tables.block_sizes, self._runner.device)
 
     def _forward(self, inputs: DraftInputs) -> torch.Tensor:
-        """[T, H] of all tokens."""
+        """[T, H], hidden states of all tokens."""
         config = self._runner.kv_cache_config
         self._announce_trees(inputs)
         metadata = build_attn_metadata(
@@ -66,12 +66,12 @@ class DraftModel:
         return self._run(inputs, metadata, build_slot_mappings_by_layer(inputs.slots, config))
 
     def _run(self, inputs: DraftInputs, metadata: Any, slots: Any) -> torch.Tensor:
-        """[T, H] of all tokens; `metadata` and `slots` are by layer."""
+        """[T, H], hidden states of all tokens; `metadata` and `slots` are by layer."""
         assert isinstance(self._speculator, StandaloneARSpeculator)
         return self._speculator._run_model(inputs.tokens, inputs.positions, metadata, slots, None)
 
     def _announce_trees(self, inputs: DraftInputs) -> None:
-        """Tell the builders of its layers which rows are trees, if any are."""
+        """Announces to the metadata builders of its layers which rows are trees, if any are."""
         for number, attn_groups in enumerate(self._speculator.attn_groups if inputs.sharing else ()):
             for attn_group in attn_groups:
                 builder = attn_group.get_metadata_builder(0)
@@ -80,7 +80,7 @@ class DraftModel:
 
 
 def draft_model_logits(runner: GPUModelRunner) -> Iterator[torch.Tensor]:
-    """Logits as the draft model, or the head, of a runner makes them."""
+    """Logits as the draft model or head of a runner makes them: for kernel warm-up; none without one."""
     speculator = runner.speculator
     if isinstance(speculator, DraftModelSpeculator):
         hidden = torch.zeros(1, speculator.hidden_size, dtype=speculator.dtype, device=runner.device)

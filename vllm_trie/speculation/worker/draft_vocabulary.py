@@ -1,9 +1,9 @@
-"""A Llama for drafts that knows all tokens and proposes few: its output projection has rows for the likeliest alone.
+"""A Llama for drafts that reads all tokens and proposes few: its output projection only has rows for the likeliest.
 
-With a large vocabulary that projection costs a small draft model more than all its layers. `plugin.register` makes the
-architecture known to vLLM; a checkpoint names it in its config.json. As in EAGLE-3's checkpoints, `draft_vocab_size`
-is the number of tokens that can be drafted, and `d2t` [draft_vocab_size] holds each one's number in the
-target's vocabulary, less its own number. FR-Spec (arXiv 2502.14856) is where the idea is measured.
+With a large vocabulary that projection costs a small draft model more than all its layers. `plugin.register` registers
+the architecture with vLLM; a checkpoint names it in its config.json. As in EAGLE-3's checkpoints, `draft_vocab_size`
+is the number of tokens that can be drafted, and `d2t` [draft_vocab_size] is each token's id in the target's vocabulary
+minus its own index. FR-Spec (arXiv 2502.14856) measures the idea.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm.model_executor.models.utils import maybe_prefix
 
 
 class DraftVocabularyLlama(LlamaForCausalLM):
-    """vLLM's Llama, where tokens outside the draft vocabulary have logits of -inf.
+    """vLLM's Llama, with logits of -inf for tokens outside the draft vocabulary.
 
     Args:
-        vllm_config: Of the draft model, whose `draft_vocab_size` says how many tokens it may propose.
+        vllm_config: The draft model's; `draft_vocab_size` of its config.json is how many tokens it may propose.
         prefix: Of its layers' names.
 
     Raises:
-        ValueError: the checkpoint says no `draft_vocab_size`, or ties its input and output embeddings.
+        ValueError: the checkpoint has no valid `draft_vocab_size`, or ties its input and output embeddings.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -43,11 +43,11 @@ class DraftVocabularyLlama(LlamaForCausalLM):
 
     @property
     def draft_id_to_target_id(self) -> torch.nn.Parameter:
-        """The draft vocabulary, as vLLM's `get_top_tokens` knows it."""
+        """The draft vocabulary, under the name that vLLM's `get_top_tokens` reads."""
         return self.d2t
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[rows, V] of the target's vocabulary; None on ranks that gather none."""
+        """[rows, V] over the target's vocabulary; None on ranks that gather none."""
         own = super().compute_logits(hidden_states)
         if own is None:
             return None

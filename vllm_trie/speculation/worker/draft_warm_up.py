@@ -1,4 +1,4 @@
-"""Launches kernels of vLLM's that prepare what is read of drafts, in the variants that its own warm-up leaves out."""
+"""Warms up vLLM kernels that prepare draft inputs, in the variants that vLLM's own warm-up leaves out."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
 
-MOST_TOKENS = 512  # of a request, that one pass of a draft model's kernel takes
+MOST_TOKENS = 512  # of a request, in one pass of a draft model's kernel
 
 
 @torch.inference_mode()
 def warm_up_draft_inputs(runner: BeamModelRunner, drafts: torch.Tensor | None) -> None:
-    """Launch them for a batch of one request that has no tokens: scratch memory is all they write.
+    """Launches them for a batch of one request without tokens, so that they only write scratch memory.
 
     Args:
-        drafts: [slots, drafts] int64 where trees lie, if there are any.
+        drafts: [slots, drafts] int64, the drafts of trees, if there are any.
     """
     zeros = torch.zeros(2, dtype=torch.int32, device=runner.device)
     batch: Any = SimpleNamespace(num_reqs=1, num_tokens=0, input_ids=zeros, query_start_loc=zeros, seq_lens=zeros[:1])
@@ -33,7 +33,7 @@ def warm_up_draft_inputs(runner: BeamModelRunner, drafts: torch.Tensor | None) -
 
 
 def _combine_with_draft_trees(runner: BeamModelRunner, batch: Any, drafts: torch.Tensor) -> None:
-    """A target's inputs with the drafts of trees, of which a row may have more than vLLM drafts."""
+    """The target's inputs with the drafts of trees, of which a row may have more than vLLM drafts."""
     combine_sampled_and_draft_tokens(
         torch.zeros_like(batch.input_ids),
         batch.idx_mapping,
@@ -49,7 +49,7 @@ def _combine_with_draft_trees(runner: BeamModelRunner, batch: Any, drafts: torch
 
 
 def _prepare_draft_prompts(speculator: StandaloneARSpeculator, last_sampled: torch.Tensor, batch: Any) -> None:
-    """A draft model's inputs after prompts of each length that the kernel is compiled for."""
+    """The draft model's inputs after prompts, for each length that the kernel is compiled for."""
     for exponent in range(MOST_TOKENS.bit_length()):
         batch.query_start_loc_np = np.array([0, 1 << exponent])
         prepare_prefill_inputs(

@@ -1,6 +1,6 @@
-"""A forest that is drawn: drafts are draws from the draft model, accepted so that the target's distribution is kept.
+"""A sampled forest: drafts are sampled from the draft model, and accepted so that the target's distribution is kept.
 
-Unless a request asks for acceptance by rank.
+(Unless a request asks for acceptance by rank, which is not exact.)
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NO_SLOT = NO_NODE = -1
 
 @dataclass(slots=True)
 class DrawnForestStep(ForestStep):
-    """The forest of a beam sampling."""
+    """The forest of a beam sampling search."""
 
     strategy: JointSamplingStrategy = field(init=False)
     rng: np.random.Generator = field(init=False)
-    scores: torch.Tensor = field(init=False)  # [nodes] float32, what ranks those of the newest layer, on the device
+    scores: torch.Tensor = field(init=False)  # [nodes] float32, scores of the newest layer's nodes, on the device
     drafts: list[Drafts] = field(default_factory=list)  # by layer
-    nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
+    nodes_of_drafts: list[list[int]] = field(default_factory=list)  # by layer; NO_NODE where a hypothesis ends
 
     def __post_init__(self) -> None:
         ForestStep.__post_init__(self)
@@ -52,14 +52,14 @@ class DrawnForestStep(ForestStep):
 
     @classmethod
     def affordable(cls, budget: SpeculationBudget, rules: SearchRules) -> SpeculationBudget:
-        """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
+        """See `ForestStep`: sampled layers must not be cut by what is sampled."""
         room = budget.max_drafts, budget.num_layers, budget.draft_width
         num_layers, draft_width = affordable_forest_layers(*room, rules.width)
         return replace(budget, num_layers=num_layers, draft_width=draft_width)
 
     @property
     def draft_rules(self) -> DraftAcceptanceRules:
-        """How layers are drawn and verified."""
+        """How layers are sampled and verified."""
         replacement, min_width, threshold, _, top_k = self.strategy
         return DraftAcceptanceRules(
             self.budget.draft_width, self.rules[0].width, min_width, threshold, replacement, top_k
@@ -73,7 +73,7 @@ class DrawnForestStep(ForestStep):
             forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
 
     def draw(self, logits: torch.Tensor, number: int) -> None:
-        """Draw layer `number` from what the draft model says, [nodes, V], after those nodes that are not the end."""
+        """Samples layer `number` from the draft model's logits [nodes, V] after nodes where no hypothesis ends."""
         rules = self.rules[number - 1]
         before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
         alive = uploaded_for_search(np.flatnonzero(np.array(before) != NO_NODE), logits.device)
@@ -102,7 +102,7 @@ class DrawnForestStep(ForestStep):
         return found
 
     def verify(self, nodes: VerifiedForestNodes) -> Found:
-        """Layers that are distributed as beam sampling's, until one was not drafted in full."""
+        """Layers distributed as beam sampling's, until one was not fully drafted."""
         steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
         before = self.group.beams
@@ -111,7 +111,7 @@ class DrawnForestStep(ForestStep):
         newest: SearchStepResult[torch.Tensor]
 
         def target(verified: AcceptedLayer | None) -> torch.Tensor:
-            """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
+            """The target's joint distribution; after the first layer, with a row for each draft of the last layer."""
             nonlocal before, logprobs
             before = self.beams_at(beams[-1], SearchBeams(scores[None]))
             (joint,), (logprobs,) = joint_search_distribution(
@@ -143,7 +143,7 @@ class DrawnForestStep(ForestStep):
             slots_of_rows[verified.drafts] = slots
             at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
             beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(step.scores))])
-        if not steps:  # nothing is possible any more: the search ends
+        if not steps:  # nothing is possible: the search ends
             steps.append(take(np.zeros(0, dtype=np.int64))[0])
             accepted.append(0)
         kept = self.strategy.going_on(newest)

@@ -1,8 +1,8 @@
-"""The layers of searched forests while they grow on a device that the host does not see.
+"""Grows the layers of searched forests on a device that the host does not read.
 
-`speculation.search.forest.draft_forest_layer` says what is drafted, `forest_step.ForestStep` which blocks rows take.
-Here both are done without the host, which knows how many nodes a layer may have, and nothing of them.
-`kernels.forest_growth` has the same as kernels; `unseen_forests` calls either.
+`speculation.search.forest.draft_forest_layer` defines what is drafted, `forest_step.ForestStep` which blocks rows take.
+Here both are done without the host, which only knows how many nodes a layer may have. `kernels.forest_growth` has the
+same as kernels; `unseen_forests` calls either.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vllm_trie.search.devices import NEVER, search_numbers, uploaded_together_fo
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.worker.attention.shared_rows import WORD
 
-NO_NODE = -1  # the parent of what could have been a node, and of roots
-ALIGNED = 4  # nodes: where layers begin, and columns of tables, so that all that is read of them is aligned
+NO_NODE = -1  # the parent of roots and of unused node entries
+ALIGNED = 4  # nodes: layers begin, and tables have columns, at multiples of this, so that reads are aligned
 NUM_DRAFTS, NUM_NARROW, NUM_TAKEN = 0, 1, 2  # columns of `GrowingForests.totals`
 
 
 class GrowthPart(NamedTuple):
-    """Where the nodes of a layer of a forest are, as many as there may be, among those of all layers and forests."""
+    """The entries of one layer of a forest, as many as it may have nodes, among those of all layers and forests."""
 
     first: int
     size: int
@@ -37,36 +37,36 @@ class ForestGrowthPlan(NamedTuple):
     """What the host knows of a forest before it grows."""
 
     place: int  # among all forests
-    first_row: int  # among the rows of all
+    first_row: int  # among the rows of all forests
     forest_step: ForestStep
-    parts: list[GrowthPart]  # by layer, from the roots on
+    parts: list[GrowthPart]  # by layer, the roots first
 
     @property
     def rows(self) -> slice:
-        """Its own, among those of all forests."""
+        """Its rows among those of all forests."""
         return slice(self.first_row, self.first_row + self.forest_step.num_beams)
 
     @property
     def sizes(self) -> list[int]:
-        """By layer, as many nodes as there may be."""
+        """By layer, the most nodes."""
         return [part.size for part in self.parts]
 
     @property
     def num_tokens(self) -> int:
-        """Nodes that there may be in all: what of it is no node is computed all the same."""
+        """The most nodes in all, roots included: unused entries are computed all the same."""
         num_roots, *of_layers = self.sizes
         return num_roots + min(sum(of_layers), self.forest_step.budget.max_drafts)
 
 
 class GrowingForests(NamedTuple):
-    """Forests on the device: N nodes of all layers, R rows, G forests."""
+    """Forests on the device: N node entries of all layers, R rows, G forests."""
 
-    words: torch.Tensor  # int32, one after the other: what the host reads when they have grown, the next three
+    words: torch.Tensor  # int32, the next three fields in one tensor, which the host reads once they have grown
     drafted: torch.Tensor  # [2, N] int32, see `parents` and `tokens`
     rows: torch.Tensor  # [N] int32
     tables: torch.Tensor  # [KV cache groups, R, columns] int32
-    scores: torch.Tensor  # [N] float32, what ranks them; -inf where there is no node
-    ends: torch.Tensor  # [N] int32, tokens of its row in the cache up to each node, with it
+    scores: torch.Tensor  # [N] float32, rank scores; -inf for unused entries
+    ends: torch.Tensor  # [N] int32, tokens of the node's row in the cache up to and including it
     masks: torch.Tensor  # [N, words] int64, as `shared_rows.SharedAttentionTokens` has them
     slots: torch.Tensor  # [KV cache groups, N] int64
     counts: torch.Tensor  # [R] int32, nodes of each row
@@ -76,17 +76,17 @@ class GrowingForests(NamedTuple):
 
     @property
     def parents(self) -> torch.Tensor:
-        """[N] int32, each in its forest's part of the layer before; `NO_NODE` where there is no node."""
+        """[N] int32, each an index in its forest's part of the previous layer; `NO_NODE` for unused entries."""
         return self.drafted[0]
 
     @property
     def tokens(self) -> torch.Tensor:
-        """[N] int32; 0 where there is no node."""
+        """[N] int32; 0 for unused entries."""
         return self.drafted[1]
 
 
 def forest_growth_plans(forest_steps: Sequence[ForestStep]) -> list[ForestGrowthPlan]:
-    """Plans of forests that have nothing but roots yet. All of one layer come before the next one, forest by forest."""
+    """Plans of forests that only have roots yet. Each layer of all forests precedes the next, forest by forest."""
     most_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
     parts: list[list[GrowthPart]] = [[] for _ in forest_steps]
     first = 0
@@ -104,7 +104,7 @@ def forest_growth_plans(forest_steps: Sequence[ForestStep]) -> list[ForestGrowth
 
 
 def forest_growth_layer(plans: Sequence[ForestGrowthPlan], number: int) -> slice:
-    """Where the nodes of a layer of all forests are."""
+    """The entries of a layer of all forests."""
     first, last = plans[0].parts[number].first, plans[-1].parts[number]
     return slice(first, last.first + last.size)
 
@@ -112,12 +112,12 @@ def forest_growth_layer(plans: Sequence[ForestGrowthPlan], number: int) -> slice
 def plant_forests(
     plans: Sequence[ForestGrowthPlan], beside: Sequence[np.ndarray], device: torch.device
 ) -> tuple[GrowingForests, list[torch.Tensor]]:
-    """Forests of roots alone, on the device, with room for all that they may become; by one copy.
+    """Forests of roots on the device, with room for everything that they may become; by one copy.
 
     Args:
-        plans: Theirs.
-        beside: Arrays that are copied there, too.
-        device: Where.
+        plans: The forests' plans.
+        beside: Arrays that the same copy takes to the device.
+        device: Where they grow.
     """
     forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
     columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
@@ -158,26 +158,26 @@ def _growth_parts_of(words: Any, num_nodes: int, of_tables: tuple[int, ...]) -> 
 
 
 def grown_forests_on_host(words: np.ndarray, growing: GrowingForests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`drafted`, `rows` and `tables` of forests whose words the host has read."""
+    """`drafted`, `rows` and `tables` from words that the host has read."""
     return _growth_parts_of(words, growing.drafted.shape[1], tuple(growing.tables.shape))
 
 
 def draft_growing_layer(
     growing: GrowingForests, plan: ForestGrowthPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Draft layer `number` of a forest, as `speculation.search.forest.draft_forest_layer` does.
+    """Drafts layer `number` of a forest, as `speculation.search.forest.draft_forest_layer` does.
 
     Args:
         growing: Written.
-        plan: The forest's.
+        plan: The forest's plan.
         number: From 1 on.
-        logprobs: [nodes of the layer before, n] float32, of the best tokens after each, best first.
-        tokens: [nodes of the layer before, n] int64, these.
+        logprobs: [nodes of the previous layer, n] float32, of the best tokens after each node, best first.
+        tokens: [nodes of the previous layer, n] int64, these tokens.
     """
     before, part, totals = plan.parts[number - 1], plan.parts[number], growing.totals[plan.place]
     known = growing.scores[before.nodes, None]
     scores = logprobs + known
-    scores = scores.where(scores > NEVER, NEVER).flatten()  # nor what is no number
+    scores = scores.where(scores > NEVER, NEVER).flatten()  # this also removes NaN
     by_rank = scores.argsort(descending=True, stable=True)
     is_narrow = (by_rank // logprobs.shape[1] < totals[NUM_NARROW]) & (scores[by_rank] > NEVER)
     is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams
@@ -195,11 +195,11 @@ def draft_growing_layer(
 def place_growing_layer(
     growing: GrowingForests, plan: ForestGrowthPlan, number: int, block_sizes: Sequence[int]
 ) -> None:
-    """Find rows, masks, blocks and slots for layer `number` of a forest. What is no node sees its forest's first root.
+    """Assigns rows, masks, blocks and slots to layer `number` of a forest. Unused entries see its forest's first root.
 
     Args:
         growing: Written.
-        plan: The forest's.
+        plan: The forest's plan.
         number: From 1 on.
         block_sizes: By KV cache group.
     """
@@ -219,7 +219,7 @@ def place_growing_layer(
         taken, reached = growing.totals[plan.place, NUM_TAKEN + group], growing.reached[group, rows]
         needed = ((start + growing.counts[rows] - 1) // block_size - reached).clamp(min=0)
         first = taken + needed.cumsum(0) - needed
-        ahead = columns - reached[:, None]  # how many columns come after what each row has
+        ahead = columns - reached[:, None]  # columns after each row's last block
         spare = growing.spare[group, plan.place]
         blocks = spare[(first[:, None] + ahead - 1).clamp(0, len(spare) - 1)]
         table = growing.tables[group, rows]

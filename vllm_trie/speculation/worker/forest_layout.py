@@ -1,9 +1,8 @@
-"""Where the nodes of grown forests lie in the batch that the target verifies: found on the device, without the host.
+"""Places the nodes of grown forests in the batch that the target verifies, on the device, without the host.
 
-The host knows how many tokens a forest takes at most, and lets the rows of its group compute as many between them. They
-are the forest's nodes in their order, in whichever rows' caches these lie. What is no node comes last, is computed for
-nothing, and sees its forest's first root. `kernels.forest_layout` has the same as a kernel, `grown_forests` calls
-either.
+The host knows the most tokens of a forest, and lets the rows of its group compute that many between them: the forest's
+nodes in order, whichever rows' caches they are in. Unused entries come last, are computed in vain, and see their
+forest's first root. `kernels.forest_layout` has the same as a kernel; `grown_forests` calls either.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from vllm_trie.search import search_spans
 from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests
 
-PARENT_UNIT = 1 << 32  # of a key, which is a parent and a token
-NO_CHILD = (1 << 63) - 1  # comes behind all keys
-NUM_OF_FOREST = 4  # what a layout says of a forest before its layers
+PARENT_UNIT = 1 << 32  # of a key, which is made of a parent and a token
+NO_CHILD = (1 << 63) - 1  # sorts after all keys
+NUM_OF_FOREST = 4  # columns of a forest's layout before its layers
 
 
 class TargetInputs(NamedTuple):
-    """What the target reads of a batch."""
+    """The inputs of the target for a batch."""
 
     tokens: torch.Tensor  # [tokens] int32
     positions: torch.Tensor  # [tokens] int64
@@ -32,26 +31,26 @@ class TargetInputs(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """T tokens of G forests, as many of each as there may be nodes, one forest after the other.
+    """T tokens of G forests, as many of each as it may have nodes, one forest after the other.
 
-    Nodes are known by their places among the S that a forest might have had, in which its roots come first.
+    A node is known by its place among the S entries of its forest, the roots first.
     """
 
-    tokens: torch.Tensor  # [T] int64, which tokens of the batch they are
-    logits: torch.Tensor  # [T] int64, and which of its logits follow them
-    places: torch.Tensor  # [rows of all forests] int64, where in the batch these are
-    rows: torch.Tensor  # [T] int32, in which of the batch's rows each lies
-    ends: torch.Tensor  # [T] int32, tokens of that row in the cache up to it, with it
+    tokens: torch.Tensor  # [T] int64, their indices in the batch
+    logits: torch.Tensor  # [T] int64, the indices of the logits that follow them
+    places: torch.Tensor  # [rows of all forests] int64, the rows' indices in the batch
+    rows: torch.Tensor  # [T] int32, the batch row of each
+    ends: torch.Tensor  # [T] int32, tokens of that row in the cache up to and including it
     masks: torch.Tensor  # [T, words] int64, what each sees of its row's tree
-    keys: torch.Tensor  # [G, S + 1] int64, of each draft its parent and its token; else `NO_CHILD`
-    at: torch.Tensor  # [G, S + 1] int64, which logits follow each node; any for what is none
+    keys: torch.Tensor  # [G, S + 1] int64, made of each draft's parent and token; `NO_CHILD` otherwise
+    at: torch.Tensor  # [G, S + 1] int64, the logits that follow each node; arbitrary for unused entries
 
 
 def forest_layout_of(plans: Sequence[ForestGrowthPlan]) -> np.ndarray:
     """[G, n] int32, what the kernel must know of each forest.
 
-    Where it starts in the caches of its rows, its first token, how many it has, its first row; and by layer where its
-    nodes are, and how many there may be.
+    Its start in the caches of its rows, its first token, its number of tokens, its first row; and by layer, the first
+    node entry and the number of entries.
     """
     ends = np.cumsum([plan.num_tokens for plan in plans])
     of_forests = [
@@ -64,18 +63,18 @@ def forest_layout_of(plans: Sequence[ForestGrowthPlan]) -> np.ndarray:
 def lay_out_forest(
     growing: GrowingForests, plan: ForestGrowthPlan, first: int, inputs: TargetInputs, laid: Laid
 ) -> None:
-    """Lay out one forest.
+    """Lays out one forest.
 
     Args:
         growing: All forests.
-        plan: The forest's.
+        plan: The forest's plan.
         first: Its first token among those of all forests.
         inputs: Written.
-        laid: `tokens`, `logits` and `places` are read, what comes after them is written.
+        laid: Reads `tokens`, `logits` and `places`, writes the fields after them.
     """
     device, start, sizes = growing.words.device, plan.forest_step.start, plan.sizes
     depths, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
-    before = np.append(0, starts)[depths]  # where the nodes of the layer before each begin among the forest's own
+    before = np.append(0, starts)[depths]  # where the previous layer of each node begins among the forest's entries
     of_nodes = search_spans(np.array([part.first for part in plan.parts]), np.array(sizes)), start + depths, before
     at, positions, before_there = uploaded_for_search(np.stack(of_nodes).astype(np.int64), device)
     parents, tokens, num_roots = growing.parents[at].long(), growing.tokens[at], sizes[0]

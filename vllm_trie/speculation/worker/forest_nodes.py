@@ -1,4 +1,4 @@
-"""The nodes of one group's forest after the target's forward: search steps are taken from beams that are at them."""
+"""The nodes of one group's forest after the target's forward pass, from which search steps are taken."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.cohort import selection_index_of
 from vllm_trie.worker.select.select import Selector
 
-ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
+ROOT_OF_DEAD = 0  # in place of the node of a dead beam, which nothing continues
 
 
 class VerifiedForestNodes:
-    """The nodes of one group's forest, and what the target says after each.
+    """The nodes of one group's forest, and the target's logits after each.
 
     Args:
         selector: Takes steps.
-        rows: Of the batch.
-        forest_step: The group's.
+        rows: The batch's rows.
+        forest_step: The group's forest.
         logits: [N, V], of the batch, unprocessed.
 
-    The logits [N, V] `values` are processed if the rules want it; `at` [nodes] is where in them those of each node are.
+    The logits [N, V] `values` are processed if the rules ask for it; `at` [nodes] are the nodes' indices in them.
     """
 
     def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class VerifiedForestNodes:
             self._process(rows)
 
     def _process(self, rows: BatchRows) -> None:
-        """Let processors see each path from a root to a leaf as the row of drafts that vLLM would make of it."""
+        """Applies logits processors to each path from a root to a leaf, as vLLM does to a row of drafts."""
         paths = [self.forest.path(leaf) for leaf in self.forest.leaves()]
         nodes, lengths = np.concatenate(paths), np.array([*map(len, paths)])
         slots = np.repeat(self.forest_step.group.slots[[path[0] for path in paths]], lengths)
@@ -53,15 +53,15 @@ class VerifiedForestNodes:
         self.at[nodes] = np.arange(len(nodes))
 
     def parts(self, alike: list[VerifiedForestNodes]) -> list[list[VerifiedForestNodes]]:
-        """Groups with the rules of this one that may take their steps together, see `Selector.parts`."""
+        """Groups with this one's rules that may take their steps together, see `Selector.parts`."""
         return self._selector.parts(self.rules[0], alike)
 
     def logits(self, nodes: list[int]) -> torch.Tensor:
-        """[nodes, V]."""
+        """[nodes, V], the logits after nodes."""
         return self.values[self._selector.rows.upload(self.at[nodes])]
 
     def inputs(self, rules: SearchRules, nodes: Callable[[], list[int]]) -> SearchInputs:
-        """What a step is taken with from beams that are at `nodes`, which are asked for where the host must know."""
+        """The inputs of a step from beams at `nodes`, which is only called if the host must know them."""
 
         def path(beam: int) -> tuple[int, list[int]]:
             root, *drafts = self.forest.path(nodes()[beam])

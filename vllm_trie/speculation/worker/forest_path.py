@@ -1,7 +1,7 @@
-"""Where the rows of a group go on from, once its search has come to somewhere within the forest.
+"""From which state the rows of a group continue, once its search has reached some nodes of the forest.
 
-Afterwards they hold what they would hold after as many plain steps: the scheduler replays the same forks on its
-block tries, one step at a time, and knows nothing of the forest.
+Afterwards they hold what they would hold after as many plain steps: the scheduler replays the same forks on its block
+tries, one step at a time, and does not know the forest.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from vllm_trie.worker.kv.kv_moves import KVMoves
 
 
 class AcceptedPath(NamedTuple):
-    """What the rows of one group are to hold, b of them."""
+    """What the b rows of one group hold after a speculative step."""
 
     slots: np.ndarray  # [b]
     sources: np.ndarray  # [b], slots of the rows whose histories they continue
-    num_prompt: int  # tokens that are the same in all these histories
-    num_tokens: int  # of the histories
-    tokens: np.ndarray  # [b, steps] that each row has got after these
-    tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 the blocks that rows have then
-    entries: list[DraftTableEntries]  # likewise: what of these they have not already
-    moves: KVMoves  # what these blocks hold
-    is_controlled: bool  # whether they also take over what the processors of their logits know
+    num_prompt: int  # tokens that all these histories share
+    num_tokens: int  # tokens of the histories
+    tokens: np.ndarray  # [b, steps], the new tokens of each row
+    tables: list[np.ndarray]  # by KV cache group: [b, columns] int32, the blocks of the rows
+    entries: list[DraftTableEntries]  # by KV cache group: the entries of `tables` that change
+    moves: KVMoves  # what must be copied into these blocks
+    is_controlled: bool  # whether rows also take over the state of logits processors
 
 
 def accepted_forest_path(
     forest_step: ForestStep, steps: list[SearchStepResult], beams: list[list[int]]
 ) -> AcceptedPath:
-    """Let the beams have the group's own rows, their tokens, blocks and what the draft model has computed.
+    """Assigns the beams to the group's rows: their tokens, blocks and what the draft model has computed.
 
-    Full blocks are taken over by reference. The block that the roots are in is copied from the row whose tree has the
-    beam, unless that row is the beam's own; then the nodes that lead to the beam come together behind their root. Where
-    the block becomes full, it is sealed as it was after the step that filled it, and shared from then on.
+    Full blocks are taken over by reference. The block of the roots is copied from the row whose tree has the beam,
+    unless that row is the beam's own; then the nodes that lead to the beam are moved together after their root. Where
+    the block fills up, it is sealed as it was after the step that filled it, and shared from then on.
 
     Args:
         forest_step: The group's forest.
         steps: What its search decided.
-        beams: For each step the nodes that its beams were before it.
+        beams: For each step, the nodes of its beams before it.
     """
     count, width, forest = len(steps), forest_step.num_beams, forest_step.forest
-    ancestors = [np.arange(width)]  # by steps from the last one back: the beam before it that each row comes from
+    ancestors = [np.arange(width)]  # by steps back from the last: the earlier beam that each row descends from
     for step in reversed(steps):
         ancestors.append(step.parents[ancestors[-1]])
     leads, slots = ancestors[1], ancestors[count]
@@ -59,12 +59,12 @@ def accepted_forest_path(
         zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True)
     ):
         filling = (column + 1) * block_size - forest_step.start  # the step that fills the block of the roots
-        tails = np.arange(width)  # whose block each row has in the column of the roots
+        tails = np.arange(width)  # the row whose block each row has in the column of the roots
         moving = list[tuple[int, int, int, int]]()
         if count < filling:
             heirs = [*enumerate(newest)]
         else:
-            # A group that keeps one row seals its block, whichever beam leads there.
+            # A group that keeps one row seals its block, whichever beam leads to it.
             sealers = ancestors[count - filling + 1]
             tails = sealers if len(steps[-1].parents) == forest_step.rules[0].width else np.zeros_like(sealers)
             of_sealers = set(zip(tails.tolist(), sealers.tolist(), strict=True))
@@ -84,7 +84,7 @@ def accepted_forest_path(
         from_to = forest_step.slots_of(number, rows_and_places[..., 0], rows_and_places[..., 1])
         tokens.append(from_to[from_to[:, 0] != from_to[:, 1]].T)
     copied = [(source, destination) for destination, source in copies.items() if source != destination]
-    num_kept = min(count, forest_step.num_layers) if forest_step.keeps_drafted else 1  # of the root and what follows
+    num_kept = min(count, forest_step.num_layers) if forest_step.keeps_drafted else 1  # of the root and what follows it
     forest_step.group.num_drafted = forest_step.start + num_kept
     group, of_steps = forest_step.group, zip(steps, reversed(ancestors[:-1]), strict=True)
     return AcceptedPath(
@@ -96,6 +96,6 @@ def accepted_forest_path(
 
 
 def _along_forest_path(forest: Forest, node: int, row: int, first: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rows and places of nodes on the path to `node`, from depth `first` on, and those that they get in `row`."""
+    """Rows and places of the nodes on the path to `node`, from depth `first` on, and their new ones in `row`."""
     for depth, passed in enumerate(forest.path(node)[first:], start=first):
         yield forest.row_of[passed], forest.places[passed], row, depth

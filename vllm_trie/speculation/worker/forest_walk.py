@@ -1,7 +1,7 @@
-"""Steps of the search from node to node of forests, none of which waits for what the one before has chosen.
+"""Search steps from node to node of forests, none of which waits for what the previous one has chosen.
 
-The device itself looks up which nodes the next beams are at; only to judge stop strings the host must know them. Where
-the host sees what the device has, it need not take more steps than lead somewhere.
+The device itself looks up the nodes of the next beams; the host must only know them to find stop strings. Where the
+host can read the device's memory, it takes no more steps than lead somewhere.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 
 class Walked(NamedTuple):
-    """One step of G groups."""
+    """One step of a walk, of G groups."""
 
     taken: PackedSearchStep
-    after: SearchBeams  # what their rows carry then
+    after: SearchBeams  # what the rows carry after it
 
 
 class VerifyingWalk:
-    """Steps of groups with equal rules, as many as their rules say, whether or not these lead somewhere.
+    """Steps of groups with equal rules, as many as their rules allow, whether or not these lead somewhere.
 
-    A beam that was not drafted is dead in the step after.
+    A beam that was not drafted is dead in the next step.
 
     Args:
-        nodes: Of each group.
+        nodes: The nodes of each group.
     """
 
     def __init__(self, nodes: Sequence[VerifiedForestNodes]) -> None:
         self.nodes = nodes
-        self.steps: list[Walked] = []  # that are taken
+        self.steps: list[Walked] = []  # taken so far
         self._values = nodes[0].values
         self._grown = [of_group.forest_step.grown for of_group in nodes if of_group.forest_step.grown is not None]
         self._keys, self._known, self._at = self._children()  # [G, N] each
 
     def _children(self) -> Sequence[torch.Tensor]:
-        """By key in order the nodes that are there, and of nodes which logits follow them.
+        """The drafts' keys in order, the nodes with these keys, and for each node the logits that follow it.
 
-        Where the device has grown the forests, a node is its place among those that there might have been.
+        Where the device has grown the forests, a node is its place among all entries.
         """
         if self._grown:
             is_controlled = self.nodes[0].rules[0].is_controlled
@@ -71,11 +71,11 @@ class VerifyingWalk:
 
     @property
     def device(self) -> torch.device:
-        """Where it goes on."""
+        """The device of the walk."""
         return self._values.device
 
     def __iter__(self) -> Iterator[PackedSearchStep]:
-        """Take the steps, one after the other."""
+        """Takes the steps, one after the other."""
         groups = [of_group.forest_step.group for of_group in self.nodes]
         beams, width = beams_of_rows(groups), len(groups[0].row_ids)
         nodes = search_numbers(width, self.device).expand(len(groups), width)
@@ -92,7 +92,7 @@ class VerifyingWalk:
             beams = self.steps[-1].after.only(is_drafted)
 
     def _at_nodes(self, beams: SearchBeams, nodes: torch.Tensor) -> SearchBeams:
-        """These beams with the states that they have at nodes [G, b]."""
+        """`beams` at nodes [G, b], with the nodes' states."""
         states = self.nodes[0].forest_step.states
         return beams._replace(states=gather_search_states(states, nodes)) if states else beams
 
@@ -109,13 +109,13 @@ class VerifyingWalk:
         return take_packed_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
 
     def _numbers(self, nodes: torch.Tensor) -> list[int]:
-        """Of nodes [b] of the first group, as the host numbers them. Waits for the device."""
+        """Nodes [b] of the first group, as the host numbers them. Waits for the device."""
         known = nodes.cpu().numpy()
         numbered: np.ndarray = np.searchsorted(self._grown[0].nodes, known) if self._grown else known
         return numbered.tolist()
 
     def _next_nodes(self, taken: PackedSearchStep, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The nodes [G, b] of beams that were drafted, and which these are."""
+        """The nodes [G, b] of drafted beams, and which beams are drafted."""
         tokens, parents = taken.going.tokens.long(), nodes.gather(1, taken.going.parents.long())
         keys = torch.add(tokens, parents, alpha=PARENT_UNIT)
         places = torch.searchsorted(self._keys, keys)
@@ -126,7 +126,7 @@ class VerifyingWalk:
 
 
 def verifying_walks_of(nodes: Sequence[VerifiedForestNodes]) -> list[VerifyingWalk]:
-    """Walks of groups, those together that have equal rules and nothing that is theirs alone, as far as memory goes."""
+    """Walks of groups: those with equal rules and nothing of their own walk together, as far as memory allows."""
     alike = defaultdict(list)
     for number, of_group in enumerate(nodes):
         first = of_group.rules[0]

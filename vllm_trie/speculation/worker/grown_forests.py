@@ -1,7 +1,7 @@
-"""Forests of one step that the device has grown, until the host has read them: once, while the target computes.
+"""The forests of one step that the device has grown, until the host reads them: once, while the target computes.
 
-Tokens, positions, slots, rows and masks of their nodes go from where they have grown to where the target reads them,
-see `forest_layout`, and their blocks into vLLM's tables. Nothing of that is uploaded.
+Tokens, positions, slots, rows and masks of their nodes are copied on the device to where the target reads them, see
+`forest_layout`, and their blocks into vLLM's tables. None of this is uploaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class GrownForests:
     """All such forests of a step; G of them.
 
     Args:
-        plans: Theirs.
-        growing: What has become of them.
+        plans: The forests' plans.
+        growing: The grown forests.
         layout: [G, n] int32 on the device, see `forest_layout.forest_layout_of`.
         new_blocks: [3, n] int64 on the device, by KV cache group, see `new_blocks_of_forests`.
     """
@@ -49,13 +49,13 @@ class GrownForests:
             first += plan.num_tokens
 
     def write_blocks(self, tables: Sequence[torch.Tensor]) -> None:
-        """Write the blocks that trees have taken into tables [slots, columns] int32, by KV cache group."""
+        """Writes the blocks that trees have taken into tables [slots, columns] int32, by KV cache group."""
         for table, grown, (rows, slots, columns) in zip(tables, self._growing.tables, self._new_blocks, strict=True):
             if len(rows):
                 table[slots, columns] = grown[rows, columns]
 
     def lay(self, rows: BatchRows) -> Laid:
-        """Where they lie in the batch of these rows: what the host knows of it. `place` fills in the rest."""
+        """Where the nodes are in the batch of these rows, as far as the host knows. `place` fills in the rest."""
         if self.laid is None:
             forest_steps, batch = [plan.forest_step for plan in self.plans], rows.batch
             places = [rows.places(forest_step.group.slots) for forest_step in forest_steps]
@@ -76,10 +76,10 @@ class GrownForests:
         return Laid(tokens, logits, places, rows, ends, masks.new_empty(len(tokens), masks.shape[1]), keys, at)
 
     def place(self, rows: BatchRows, slot_mappings: torch.Tensor) -> None:
-        """Put the nodes where the target reads its inputs.
+        """Writes the nodes to where the target reads its inputs.
 
         Args:
-            rows: Of the batch, whose tokens and positions are written.
+            rows: The batch's rows; writes the batch's tokens and positions.
             slot_mappings: [KV cache groups, tokens of the batch or more] int64, written.
         """
         laid, batch = self.lay(rows), rows.batch
@@ -92,7 +92,7 @@ class GrownForests:
             lay_out_forest(self._growing, plan, plan.forest_step.grown.tokens.start, inputs, laid)
 
     def read(self) -> None:
-        """Let the host know the forests. Waits until they are drafted, and for nothing that comes after it."""
+        """Reads the forests to the host. Waits until they are drafted, and for nothing after that."""
         of_nodes = grown_forests_on_host(self._words.wait(), self._growing)
         for plan in self.plans:
             assert plan.forest_step.grown is not None
@@ -100,11 +100,11 @@ class GrownForests:
 
 
 class GrownForest:
-    """One of them.
+    """One of the grown forests.
 
     Args:
-        forests: All.
-        plan: Its own.
+        forests: All grown forests of the step.
+        plan: This forest's plan.
         first: Where its tokens begin among those of all.
     """
 
@@ -115,17 +115,17 @@ class GrownForest:
 
     @property
     def num_tokens(self) -> int:
-        """That its rows compute."""
+        """Tokens that its rows compute."""
         return self._plan.num_tokens
 
     def trees(self, rows: BatchRows) -> RowTrees:
-        """What the target must know of its trees, in the batch of these rows."""
+        """What the target's attention must know of its trees, in the batch of these rows."""
         laid = self.forests.lay(rows)
         masks, of_rows, ends = laid.masks[self.tokens], laid.rows[self.tokens], laid.ends[self.tokens]
         return RowTrees(self._plan.forest_step.start, masks, of_rows, ends)
 
     def read(self, drafted: np.ndarray, rows: np.ndarray, tables: np.ndarray) -> None:
-        """Let the host know the forest; see `forest_growth.GrowingForests` for what it is made of."""
+        """Makes the host's `Forest`; see `forest_growth.GrowingForests` for the arguments."""
         plan, forest_step, sizes = self._plan, self._plan.forest_step, np.array(self._plan.sizes)
         at = search_spans(np.array([part.first for part in plan.parts]), sizes)
         layers, firsts = np.repeat(np.arange(len(sizes)), sizes), np.append(0, np.cumsum(sizes) - sizes)
@@ -148,13 +148,13 @@ def forests_grown_together(forest_steps: Iterable[ForestStep]) -> GrownForests |
 
 
 def children_in_grown_forests(grown: Sequence[GrownForest], at: np.ndarray | None = None) -> tuple[torch.Tensor, ...]:
-    """Of some forests the keys of their drafts in order, which nodes these are, and of nodes which logits follow them.
+    """The keys of some forests' drafts in order, the nodes with these keys, and which logits follow each node.
 
     [G, places] int64 each, see `forest_layout.Laid`.
 
     Args:
         grown: The forests.
-        at: [nodes] which logits follow those of a single forest, if not those of the batch.
+        at: [nodes], the logits that follow the nodes of a single forest, if they are not the batch's.
     """
     laid, places = grown[0].forests.laid, [one.place for one in grown]
     assert laid is not None
@@ -171,7 +171,7 @@ def children_in_grown_forests(grown: Sequence[GrownForest], at: np.ndarray | Non
 
 
 def new_blocks_of_forests(plans: Sequence[ForestGrowthPlan]) -> list[np.ndarray]:
-    """By KV cache group [3, n] int64: rows of all forests, their slots and columns, where they may take new blocks."""
+    """By KV cache group [3, n] int64: rows, counted over all forests, slots and columns that may get new blocks."""
     found = list[np.ndarray]()
     for number in range(len(plans[0].forest_step.blocks)):
         of_number = []

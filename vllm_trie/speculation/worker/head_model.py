@@ -1,4 +1,4 @@
-"""Forwards of an EAGLE head over rows of our choosing."""
+"""Forward passes of an EAGLE head over chosen rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 
 
 class DraftHeadModel(DraftModel):
-    """The head of a runner, as a draft model that also reads the hidden states at the token before each.
+    """The head of a runner: a draft model that also reads the hidden states at the token before each.
 
     Args:
         runner: A runner whose engine has a head.
-        rows: Of the runner, which have the hidden states.
+        rows: The runner's, which have the hidden states.
     """
 
     def __init__(self, runner: GPUModelRunner, rows: DraftTreeRows) -> None:
@@ -26,13 +26,13 @@ class DraftHeadModel(DraftModel):
         self._rows = rows
 
     def _run(self, inputs: DraftInputs, metadata: Any, slots: Any) -> torch.Tensor:
-        """See `DraftModel`. Where logits are wanted, drafts follow: these go on from the head's own states."""
+        """See `DraftModel`. Where logits are wanted, drafts follow, which read the head's own states."""
         speculator, states, num_tokens = self._speculator, self._rows.hidden_states, len(inputs.tokens)
         assert isinstance(speculator, EagleSpeculator)
         assert states is not None
         buffers = speculator.input_buffers
         buffers.input_ids[:num_tokens], buffers.positions[:num_tokens] = inputs.tokens, inputs.positions
-        before = inputs.slots_before(states.number)  # zeros stand before the first token
+        before = inputs.slots_before(states.number)  # the first token has zeros before it
         beside = states.by_slot[before.clamp(min=0)].masked_fill_((before < 0)[:, None], 0)
         speculator.hidden_states[:num_tokens] = beside
         hidden, own = speculator._run_model(num_tokens, metadata, slots, None)

@@ -1,15 +1,15 @@
-"""What a head goes on from, kept by KV slot.
+"""The hidden states that an EAGLE head reads, stored by KV slot.
 
-An EAGLE head reads of each token its embedding, and the target's hidden states at the token before it. vLLM's own
-drafting writes the KV of the pair (states of token i, token i + 1) into slot i. Then the last slot of a block depends
-on the token after the block, in which beams that share the block may differ. For groups, slot i holds the pair (states
-of token i - 1, token i), which depends on tokens up to i alone. Positions only count as distances, so that the head
-sees the pairs that it was trained on. The first token stands beside zeros.
+For each token, an EAGLE head reads its embedding and the target's hidden states at the token before it. vLLM's own
+drafting writes the KV of the pair (states of token i, token i + 1) into slot i. The last slot of a block then depends
+on the token after the block, which may differ between beams that share the block. For groups, slot i holds the pair
+(states of token i - 1, token i), which depends only on tokens up to i. Positions only count as distances, so the head
+sees the pairs that it was trained on. The first token is paired with zeros.
 
-The states themselves lie by slot, too, like one more layer of the KV cache: those of all tokens that the target has
-computed, and those of the head at drafts, until the target computes these. So they are copied with blocks where beams
+The states themselves are also stored by slot, like one more layer of the KV cache: the target's for all tokens that it
+has computed, and the head's for drafts, until the target computes these. So they are copied with blocks where beams
 fork, and moved with tokens where drafts are accepted. A cached prefix has them, and so has a preempted group once it is
-computed again. Only what vLLM's own drafting has computed of a prefix that a group shares has other pairs; then fewer
+computed again. Only the part of a shared prefix that vLLM's own drafting has computed has other pairs; then fewer
 drafts may be accepted.
 """
 
@@ -32,10 +32,10 @@ from vllm_trie.worker.kv.kv_caches import ByToken
 
 
 class DraftHiddenStates:
-    """The states of all tokens in a runner's KV cache.
+    """The hidden states of all tokens in a runner's KV cache.
 
     Args:
-        runner: Whose engine has an EAGLE-3 head; its KV cache is there.
+        runner: A runner with an EAGLE-3 head, whose KV cache is allocated.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -52,7 +52,7 @@ class DraftHiddenStates:
 
     @torch.inference_mode()
     def keep(self, forward: Any) -> None:
-        """Those of all tokens that the target has computed; `forward` is vLLM's `ExecuteModelState`."""
+        """Stores the states of all tokens that the target has computed; `forward` is vLLM's `ExecuteModelState`."""
         num_tokens = forward.input_batch.num_tokens
         slots = forward.slot_mappings_by_layer[self.layer][:num_tokens]
         states = torch.cat([of_layer[:num_tokens] for of_layer in forward.aux_hidden_states], dim=-1)
@@ -60,21 +60,21 @@ class DraftHiddenStates:
 
 
 def _memory_of_draft_states(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Within it, what is allocated is dropped where vLLM's KV cache is, while an engine sleeps, and is not copied."""
+    """A context whose allocations are dropped with vLLM's KV cache while an engine sleeps, and not copied."""
     if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):
         return nullcontext()
     return get_mem_allocator_instance().use_memory_pool(tag="kv_cache")
 
 
 def _draft_head_layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:
-    """A layer of the head, and its KV cache group: states lie by the slots of this one."""
+    """A layer of the head, and its KV cache group, whose slots index the states."""
     layer = min(speculator.draft_attn_layer_names)
     (number,) = (number for number, group in enumerate(groups) if layer in group.layer_names)
     return layer, number
 
 
 def leave_room_for_drafts(runner: GPUModelRunner, num_bytes: int) -> int:
-    """Of so many bytes those for vLLM's KV cache: of as many blocks as fit in with the states of their tokens."""
+    """The share of `num_bytes` for vLLM's KV cache: as many blocks as fit together with the states of their tokens."""
     speculator = runner.speculator
     if not isinstance(speculator, EagleSpeculator):
         return num_bytes

@@ -1,6 +1,6 @@
 """What the host must know of rows before forests grow from them.
 
-It knows this of groups whose last step was verified, as it made their rows itself. Of others it is read, by one copy.
+It already knows this of groups whose last step was verified, as it made their rows. It reads the others', in one copy.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vllm_trie.worker.rows.rows import GroupRows, Rows
 
 
 class ForestRoots(NamedTuple):
-    """What forests grow from: the rows of one group, b of them, on the host."""
+    """What forests grow from: the b rows of one group, on the host."""
 
-    tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 blocks, as far as the newest token's
-    tokens: np.ndarray  # [b, n] int32, the newest ones
+    tables: list[np.ndarray]  # by KV cache group: [b, columns] int32, blocks up to the newest token's
+    tokens: np.ndarray  # [b, n] int32, the newest tokens
     scores: np.ndarray  # [b] float32, cumulative log-probabilities; -inf where there is no beam
-    compete_by: np.ndarray  # [b] float32, what ranks the beams
-    end: int  # tokens that each row holds, the newest not computed
+    compete_by: np.ndarray  # [b] float32, the scores that rank the beams
+    end: int  # tokens of each row, including the newest, which is not computed
 
 
 def forest_roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[ForestRoots]:
-    """Those of some groups. Waits for the device, unless the host knows all of them.
+    """The roots of some groups. Waits for the device, unless the host knows all of them.
 
     Args:
-        rows: Of the runner.
-        groups: Which.
-        firsts: For each, the place of the first token that is to be known.
+        rows: The runner's.
+        groups: Which groups.
+        firsts: For each, the place of the first token that must be known.
     """
     known = [_known_forest_roots(rows, *of_group) for of_group in zip(groups, firsts, strict=True)]
     asked = [place for place, roots in enumerate(known) if roots is None]
@@ -43,7 +43,7 @@ def forest_roots_of(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[in
 
 
 def forest_roots_after_path(path: AcceptedPath, newest: SearchStepResult[np.ndarray]) -> ForestRoots | None:
-    """Those of a group that goes on from a path with all its rows; None if it does with one."""
+    """The roots of a group that continues from a path with all its rows; None if it continues with one."""
     if len(newest.scores) < len(path.slots):
         return None
     compete_by = newest.scores if newest.rank_scores is None else newest.rank_scores.beams
@@ -52,7 +52,7 @@ def forest_roots_after_path(path: AcceptedPath, newest: SearchStepResult[np.ndar
 
 
 def _known_forest_roots(rows: Rows, group: GroupRows, first: int) -> ForestRoots | None:
-    """What the host knows of a group, from place `first` on, if that is all of it."""
+    """The roots of a group from place `first` on, if the host knows all of it."""
     roots: ForestRoots | None = group.roots
     start = rows.num_computed(group)
     if roots is None or roots.end != start + 1 or first < roots.end - roots.tokens.shape[1]:
@@ -64,12 +64,12 @@ def _known_forest_roots(rows: Rows, group: GroupRows, first: int) -> ForestRoots
 
 
 def _read_forest_roots(rows: Rows, groups: Sequence[GroupRows], firsts: Sequence[int]) -> list[ForestRoots]:
-    """By one copy, for which the host waits."""
+    """The roots of groups, by one copy that the host waits for."""
     tables, starts = rows.block_tables, np.array([rows.num_computed(group) for group in groups])
     columns = [starts // block_size for block_size in tables.block_sizes]  # of the newest tokens, by KV cache group
     counts, widths = starts + 1 - firsts, [len(group.slots) for group in groups]
     slots = np.concatenate([group.slots for group in groups])
-    places = np.repeat(starts, widths)[:, None] + np.arange(1 - counts.max(), 1)  # flush right
+    places = np.repeat(starts, widths)[:, None] + np.arange(1 - counts.max(), 1)  # right-aligned
     at, of_tokens = uploaded_together_for_search([slots, np.maximum(places, 0)], rows.device)
     held = [table.gpu[at, : last.max() + 1] for table, last in zip(tables.block_tables, columns, strict=True)]
     scores = [of_rows for group in groups for of_rows in (group.beams.scores, group.beams.compete_by)]

@@ -1,4 +1,4 @@
-"""A forest that is searched: drafts are the draft model's own beams, and beam search goes on where they lead."""
+"""A searched forest: drafts are the draft model's own beams, and beam search continues where they lead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SearchedForestStep(ForestStep):
 
     @classmethod
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
-        """See `ForestStep`. The host sees the device; elsewhere such forests grow as `unseen_forests` says."""
+        """See `ForestStep`. For host-readable devices; on others, such forests grow by `unseen_forests`."""
         forest_steps = [forest_step for forest_step, _ in growing]
         best = best_drafts_of_layer(forest_steps, logits, [rows for _, rows in growing], number)
         for forest_step, of_group in zip(forest_steps, best, strict=True):
@@ -49,8 +49,8 @@ class SearchedForestStep(ForestStep):
     def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[SearchStepResult[np.ndarray]]) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
-        A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on
-        is better, no step depends on it.
+        A beam that was not drafted bounds the score of its descendants: as long as everything that lives on is better,
+        no step depends on it.
         """
         steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], [0]
         unseen = DEAD
@@ -73,7 +73,7 @@ class SearchedForestStep(ForestStep):
 
 
 def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[SearchStepResult[np.ndarray]]]]:
-    """By walk and group: its steps, all of them by one copy; or one after the other, where there is nothing to copy."""
+    """By walk and group, the steps: from a device, all by one copy; on the host, one after the other."""
     device = walks[0].device
     if is_searched_on_host(device):
         return [[(unpack_search_steps(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]

@@ -1,4 +1,4 @@
-"""How long the device takes for what the host launches, and does not wait for."""
+"""Measures how long the device takes for work that the host launches and does not wait for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class DraftStopwatch:
-    """Measures from now on until it is stopped; on a GPU between these moments of its stream.
+    """Measures from its creation until `stop`; on a GPU, between these points of its stream.
 
     Args:
-        device: Whose time it is.
+        device: The device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,14 +23,14 @@ class DraftStopwatch:
             self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Of what is launched from here on, nothing counts."""
+        """Stops measuring: what is launched later does not count."""
         if self._is_of_stream:
             self._events[1].record()
         else:
             self._stopped = time.perf_counter()
 
     def seconds(self) -> float:
-        """Between the two. Waits until the second one has come."""
+        """The seconds between start and stop. Waits until the device reaches the stop."""
         if not self._is_of_stream:
             return self._stopped - self._started
         first, last = self._events

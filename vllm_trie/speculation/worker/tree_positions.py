@@ -1,4 +1,4 @@
-"""The positions of drafts in trees: `runner` writes them where vLLM has counted the tokens of each row."""
+"""The positions of drafts in trees, which `runner` writes after vLLM has counted the tokens of each row."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_trie.worker.rows.rows import BatchRows
 
 
 class DraftTreePositions(NamedTuple):
-    """The positions of nodes, which lie one after the other, but follow their parents; on the device."""
+    """The positions of nodes, which are consecutive tokens but follow their parents; on the device."""
 
-    at: torch.Tensor  # [nodes] int64, which tokens of the batch they are
+    at: torch.Tensor  # [nodes] int64, their indices in the batch
     positions: torch.Tensor  # [nodes] int64
     slots: np.ndarray  # [nodes], of their rows
 
     def write(self, positions: torch.Tensor, offsets: np.ndarray | None = None) -> None:
-        """Put them into the positions [..., T] of a batch.
+        """Writes them into the positions [..., T] of a batch.
 
         Args:
             positions: Written.
-            offsets: [slots] by how much those of each row are shifted; not at all by default.
+            offsets: [slots], by how much the positions of each row are shifted; None: not at all.
         """
         of_nodes = self.positions
         if offsets is not None:
@@ -34,7 +34,7 @@ class DraftTreePositions(NamedTuple):
 
 
 def draft_tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> DraftTreePositions:
-    """Those of forests that the host has made; one at least."""
+    """The positions in forests that the host has made; at least one forest."""
     at, positions, slots = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for forest_step in forests:
         forest, of_rows = forest_step.forest, forest_step.group.slots

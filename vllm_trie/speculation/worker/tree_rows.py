@@ -1,4 +1,4 @@
-"""What trees of drafts write into vLLM's arrays by slot, beside what rows do."""
+"""Writes what trees of drafts add to the rows in vLLM's arrays by slot."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ from vllm_trie.worker.rows.rows import Rows
 
 
 class DraftTreeRows:
-    """The trees in the rows of one runner, which may hold more drafts than vLLM's own.
+    """The trees in the rows of one runner, which may have more drafts than vLLM's own.
 
     Args:
         runner: vLLM's.
-        rows: Its rows.
+        rows: The runner's rows.
     """
 
     def __init__(self, runner: GPUModelRunner, rows: Rows) -> None:
         self._runner, self._rows = runner, rows
         states = runner.req_states
         num_slots, num_drafts = states.draft_tokens.shape
-        # [slots, drafts] int64, of which vLLM's own are the first ones, where it looks for them.
+        # [slots, drafts] int64; vLLM's own are the first ones, where it looks for them.
         self.drafts = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
         states.draft_tokens = self.drafts[:, :num_drafts]
-        self.hidden_states: DraftHiddenStates | None = (
-            None  # what a head goes on from, once there is a KV cache beside them
-        )
+        self.hidden_states: DraftHiddenStates | None = None  # for a head, once there is a KV cache
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it vLLM finds the drafts of trees where it looks for its own."""
+        """A context in which vLLM finds the drafts of trees where it looks for its own."""
         states = self._runner.req_states
         stock, states.draft_tokens = states.draft_tokens, self.drafts
         try:
@@ -51,11 +49,11 @@ class DraftTreeRows:
             states.draft_tokens = stock
 
     def accept(self, paths: Sequence[AcceptedPath], places: np.ndarray, sampled: torch.Tensor) -> None:
-        """Let rows of groups go on from where their searches have come to.
+        """Lets rows of groups continue from where their searches have arrived.
 
         Args:
-            paths: By group; those under control come first.
-            places: [rows of all groups] where they are in the batch.
+            paths: By group; those with logits processors first.
+            places: [rows of all groups], the rows' indices in the batch.
             sampled: [R, steps] int64, receives the new tokens of every row.
         """
         move_kv(KVMoves.together([path.moves for path in paths]), self._rows.kv)
@@ -65,7 +63,7 @@ class DraftTreeRows:
         to, source, at, tokens = self._upload_with_blocks(rows, entries)
         history = slice(min(path.num_prompt for path in paths), max(path.num_tokens for path in paths))
         tokens_of_rows = self._rows.all_tokens
-        tokens_of_rows[to, history] = tokens_of_rows[source, history]  # what lies behind a history, nobody reads
+        tokens_of_rows[to, history] = tokens_of_rows[source, history]  # nobody reads beyond a history's end
         sampled[at, : tokens.shape[1]] = tokens
         if num_controlled := sum(len(path.slots) for path in paths if path.is_controlled):
             self._rows.take_over_controls(to[:num_controlled], source[:num_controlled])
@@ -73,7 +71,7 @@ class DraftTreeRows:
     def _upload_with_blocks(
         self, arrays: Sequence[np.ndarray], entries: Sequence[DraftTableEntries]
     ) -> Sequence[torch.Tensor]:
-        """Arrays on the device, and by the same copy entries of block tables, which are written."""
+        """Uploads arrays, and by the same copy the entries of block tables, which it writes."""
         tables = self._runner.block_tables
         for slots, number, num_blocks, *_ in entries:
             tables.num_blocks.np[number, slots] = num_blocks
@@ -90,9 +88,9 @@ class DraftTreeRows:
         return on_device[: len(arrays)]
 
     def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
-        """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them.
+        """Writes what the target computes of every row of forests: its root, its drafts, and the blocks for them.
 
-        There is one forest at least. Of forests that the device has grown, it is the blocks alone.
+        At least one forest is needed. For forests that the device has grown, it only writes the blocks.
         """
         self._runner.req_states.apply_staged_writes()
         self._runner.block_tables.apply_staged_writes()

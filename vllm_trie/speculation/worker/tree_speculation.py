@@ -1,4 +1,4 @@
-"""Speculation with trees of drafts in the worker: what fills in the seam `vllm_trie.worker.speculation`."""
+"""Speculation with draft trees in the worker: implements the seam `vllm_trie.worker.speculation`."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class TreeSpeculation(RunnerSpeculation):
     """Forests of drafts by the speculator of a runner.
 
     Args:
-        runner: Whose model is not loaded yet.
+        runner: A runner whose model is not loaded yet.
     """
 
     drafter: Drafter
     rows: DraftTreeRows
-    _drafting: DraftStopwatch  # of this step's
+    _drafting: DraftStopwatch  # of this step
 
     def __init__(self, runner: BeamModelRunner) -> None:
         self._runner = runner
         self.takes_trees = True
         self._forests: Forests = {}  # of this step
-        self._positions: DraftTreePositions | None = None  # of the nodes of those that the host has made
+        self._positions: DraftTreePositions | None = None  # of the nodes of forests that the host has made
         if isinstance(runner.speculator, DraftModelSpeculator):
             runner.speculator.load_draft_model = partial(self._load_draft_model, runner.speculator.load_draft_model)
 
@@ -138,7 +138,7 @@ class TreeSpeculation(RunnerSpeculation):
             self._positions.write(batch.positions)
 
     def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
-        """Where vLLM prepares M-RoPE positions of a batch. Such a model has drafts by n-grams alone."""
+        """Wraps vLLM's preparation of M-RoPE positions of a batch. Such models only have n-gram drafts."""
         stock(*args)
         if self._positions is not None:
             self._positions.write(rope.positions, rope.prefill_delta.np)
@@ -161,7 +161,7 @@ class TreeSpeculation(RunnerSpeculation):
         return decided
 
     def _propose_for_others(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
+        """Wraps vLLM's drafting: for ordinary requests, and for groups that are still one row, with their prompts."""
         runner, step, groups = self._runner, self._runner.step, self._runner.groups
         left_out = [*step.decoding, *contrasting_selections(step.steps, groups)]
         if isinstance(self.drafter, HeadDrafter) and self.takes_trees:
@@ -172,7 +172,7 @@ class TreeSpeculation(RunnerSpeculation):
         left_out_rows = {row_id for group_id in left_out for row_id in groups[group_id].row_ids}
         if not left_out_rows:
             return stock(input_batch, *args, **kwargs)
-        # Metadata, slots and hidden states of the forward: of these, a draft model and a lookup read none.
+        # Metadata, slots and hidden states of the forward pass: a draft model and a lookup read none of these.
         *of_forward, num_sampled, num_rejected = args[:6]
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
         proposed = runner.req_states.draft_tokens.new_zeros(input_batch.num_reqs, runner.num_speculative_steps)

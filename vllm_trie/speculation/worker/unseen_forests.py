@@ -1,7 +1,7 @@
-"""Searched forests grow on a device that the host does not see, and does not wait for.
+"""Grows searched forests on a device that the host neither reads nor waits for.
 
-The host knows how many nodes a layer may have; what they are, the device alone knows. Each is a row of the draft
-model's batch, which computes one token. `grown_forests` is what becomes of them.
+The host knows how many nodes a layer may have; only the device knows what they are. Each node is a row of the draft
+model's batch that computes one token. The result is `grown_forests`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
 
 
 class DeviceForests:
-    """Such forests of one step, which have nothing but roots yet.
+    """The growing forests of one step, which start as roots.
 
     Args:
-        forest_steps: Of the groups.
+        forest_steps: The groups' forests.
         block_sizes: By KV cache group.
         device: Where they grow.
     """
@@ -38,7 +38,7 @@ class DeviceForests:
     def __init__(self, forest_steps: Sequence[ForestStep], block_sizes: Sequence[int], device: torch.device) -> None:
         self.num_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
         self._device, self._block_sizes = device, block_sizes
-        # Those that still grow come first in each layer.
+        # In each layer, forests that still grow come first.
         self._plans = plans = forest_growth_plans(sorted(forest_steps, key=lambda one: -one.budget.num_layers))
         last = plans[0].parts[-1]
         depths = np.zeros(last.first + last.size, np.int64)
@@ -68,7 +68,7 @@ class DeviceForests:
         return [plan.forest_step for plan in self._plans]
 
     def draft(self, logits: torch.Tensor, number: int) -> None:
-        """Draft layer `number`, from 1 on, from what the draft model says after the nodes of the layer before.
+        """Drafts layer `number` from the draft model's logits after the nodes of the previous layer.
 
         Args:
             logits: [nodes of groups that have such a layer, V].
@@ -95,7 +95,7 @@ class DeviceForests:
         return rank_drafts_after_nodes(plan.forest_step, own, states, number)
 
     def inputs(self, number: int) -> DraftInputs:
-        """What the draft model computes of the nodes of layer `number`, of groups that have one more."""
+        """The draft model's inputs for the nodes of layer `number`, of groups that have another layer."""
         plans, growing = self._active(number + 1), self._growing
         nodes = forest_growth_layer(plans, number)
         count, first = nodes.stop - nodes.start, nodes.start
@@ -119,13 +119,13 @@ class DeviceForests:
         )
 
     def finish(self) -> GrownForests:
-        """Hand them to their steps, now that all layers are drafted."""
+        """Hands the forests to their steps, once all layers are drafted."""
         for plan, states in zip(self._plans, self._states, strict=True):
             plan.forest_step.states = states
         return GrownForests(self._plans, self._growing, self._layout, self._new_blocks)
 
     def _active(self, number: int) -> list[ForestGrowthPlan]:
-        """Those that have a layer `number`."""
+        """The forests that have a layer `number`."""
         return [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
 
     def _place(self, plans: Sequence[ForestGrowthPlan], number: int) -> None:
@@ -135,7 +135,7 @@ class DeviceForests:
             forest_growth.place_growing_layer(self._growing, plan, number, self._block_sizes)
 
     def _follow(self, plan: ForestGrowthPlan, number: int) -> None:
-        """Find the states of a layer's nodes; any for what is none."""
+        """Finds the states of a layer's nodes; arbitrary ones for unused entries."""
         if states := self._states[plan.place]:
             own, first = plan.parts[number].nodes, sum(part.size for part in plan.parts[: number - 1])
             parents = self._growing.parents[own].clamp(min=0).long() + first
@@ -144,7 +144,7 @@ class DeviceForests:
             )
 
     def _slots_before(self, number: int, table: int) -> torch.Tensor:
-        """[T] int64 where, in a KV cache group, the parents of the nodes of layer `number` lie."""
+        """[T] int64, the slots in a KV cache group of the parents of layer `number`'s nodes."""
         plans = self._active(number + 1)
         sizes = [plan.parts[number].size for plan in plans]
         firsts = np.repeat([plan.parts[number - 1].first for plan in plans], sizes)

@@ -28,19 +28,19 @@ def verify_forests(
     logits: torch.Tensor,
     num_sampled: np.ndarray,
 ) -> tuple[list[AcceptedPath], dict[str, DecidedMessage]]:
-    """Take as many steps as the forest holds of every group that speculates. Waits for the device.
+    """Takes as many steps as the forest allows for every group that speculates. Waits for the device.
 
     Args:
         selector: Takes the steps.
-        forests: By group; the groups' scores and newest tokens are updated.
-        seconds: That it took to draft them.
-        rows: Where their rows are.
-        logits: [N, V], of all nodes among others, unprocessed.
-        num_sampled: [2, R or more], receives how many new tokens every beam's row gets, and how many tokens each row
-            has computed for nothing.
+        forests: By group; updates the groups' scores and newest tokens.
+        seconds: Time that drafting took.
+        rows: The batch's rows.
+        logits: [N, V], unprocessed, including those of all nodes.
+        num_sampled: [2, R or more], receives how many new tokens each beam's row gets, and how many of the tokens
+            that it computed are rejected.
 
     Returns:
-        Where rows go on from, those under control first, and what was decided, by group.
+        Where rows continue from, those with logits processors first, and what was decided, by group.
     """
     nodes = {
         group_id: VerifiedForestNodes(selector, rows, forest_step, logits) for group_id, forest_step in forests.items()
@@ -65,7 +65,7 @@ def verify_forests(
 
 
 def _search_verified_forests(nodes: Sequence[VerifiedForestNodes]) -> dict[VerifiedForestNodes, Found]:
-    """What came of all groups; those of a kind search together."""
+    """The outcome for all groups; groups of one kind search together."""
     by_kind = defaultdict[type[ForestStep], list[VerifiedForestNodes]](list)
     for of_group in nodes:
         by_kind[type(of_group.forest_step)].append(of_group)
@@ -78,7 +78,7 @@ def verified_draft_forest(forest: Forest, beams: list[list[int]]) -> DraftedFore
 
     Args:
         forest: Its first nodes are the beams that it continues.
-        beams: For each step the nodes that its beams were before it.
+        beams: For each step, the nodes of its beams before it.
     """
     num_roots = len(forest.rows)
     parents = [node - num_roots if node >= num_roots else -1 - node for node in forest.parents[num_roots:]]

@@ -1,4 +1,4 @@
-"""Refuses engines that demand what their machine or model does not allow, before they serve anything."""
+"""Refuses engines whose options demand attention that the machine or model does not allow, before they serve."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.trie_beam.attention")
 
 HAS_NO_EFFECT = (
-    'shared_prefix_attention="on" has no effect on %d layers, whose attention (%s) is of a kind that our kernels '
-    "do not compute: vLLM reads shared blocks once for each row there"
+    'shared_prefix_attention="on" has no effect on %d layers, for whose attention (%s) trie_beam has '
+    "no kernel: vLLM reads their shared blocks once per row"
 )
 
 
 def check_demanded_attention(vllm_config: VllmConfig) -> None:
-    """Check what an engine on a CPU needs for `shared_prefix_attention="on"`.
+    """Checks what an engine on a CPU needs for `shared_prefix_attention="on"`.
 
     Raises:
-        ValueError: naming what is in the way, and what would work.
+        ValueError: naming what prevents it, and what works.
     """
     from vllm.platforms import current_platform
 
@@ -38,14 +38,14 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
     try:
         compiled_attention(OF_TYPES[vllm_config.model_config.dtype])
     except CompilerError as error:
-        raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
+        raise ValueError(f'shared_prefix_attention="on" is not possible: {error}; use "auto"') from error
 
 
 def check_demanded_attention_layers(vllm_config: VllmConfig, attn_groups: Sequence[AttentionGroup]) -> None:
-    """Check what the layers of a model need for `shared_prefix_attention="on"`, once it is known who computes them.
+    """Checks what a model's layers need for `shared_prefix_attention="on"`, once their backends are known.
 
     Raises:
-        ValueError: if no layer reads shared blocks once.
+        ValueError: no layer reads shared blocks once.
     """
     if plugin_config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
         return
@@ -59,8 +59,8 @@ def check_demanded_attention_layers(vllm_config: VllmConfig, attn_groups: Sequen
     num_layers, backends = count_attention_layers(stock)
     if len(stock) == len(attn_groups):
         raise ValueError(
-            f'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
-            f'({num_layers} by {backends}); use "auto"'
+            f'shared_prefix_attention="on" is not possible: trie_beam has no kernel for the attention of any layer of '
+            f'this model ({num_layers} by {backends}); use "auto"'
         )
     logger.warning_once(HAS_NO_EFFECT, num_layers, backends)
 

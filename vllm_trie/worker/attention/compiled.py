@@ -1,4 +1,4 @@
-"""Compiles shared_prefix.cpp for the CPU at hand, once for all processes, and calls it."""
+"""Compiles shared_prefix.cpp for this machine's CPU, once for all processes, and calls it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ logger = init_logger("vllm.trie_beam.attention")
 SOURCE = Path(__file__).with_name("shared_prefix.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
 OF_TYPES = {torch.float32: "Rows<Float32>", torch.bfloat16: "Rows<BFloat16>", torch.float16: "Rows<Float16>"}
-MATRICES = {  # of shared_prefix.cpp, by vLLM's name of a cache's layout, and its type
+MATRICES = {  # matrix types of shared_prefix.cpp, by vLLM's name of a cache's layout, and its dtype
     **{(isa, dtype): matrix for isa in ("vec", "vec16") for dtype, matrix in OF_TYPES.items()},
     ("amx", torch.bfloat16): "Pairs",
 }
-BLOCK_SIZES, HEAD_SIZES = 32, 16  # are multiples of these
+BLOCK_SIZES, HEAD_SIZES = 32, 16  # sizes must be multiples of these
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class CompilerError(RuntimeError):
-    """There is no kernel for this machine; says why."""
+    """There is no kernel for this machine; the message has the reason."""
 
 
 class _Batch(ctypes.Structure):
@@ -69,12 +69,12 @@ class _Batch(ctypes.Structure):
 
 
 class CompiledAttentionPlan:
-    """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
+    """Attention of the tokens of groups in one step; prepares once what all layers have in common.
 
     Args:
         shared: The tokens.
         tables: [rows of the batch, blocks] int32.
-        isa: vLLM's name of how the cache is laid out.
+        isa: vLLM's name of the cache's layout.
     """
 
     def __init__(self, shared: SharedAttentionTokens, tables: torch.Tensor, isa: str = "vec") -> None:
@@ -92,14 +92,14 @@ class CompiledAttentionPlan:
         batch.starts, batch.num_shared = shared.starts.ctypes.data, shared.num_shared.ctypes.data
         batch.num_groups, batch.num_words = len(shared.num_shared), shared.trees.shape[1]
         batch.num_threads = torch.get_num_threads()
-        self._firsts: dict[int | None, tuple[np.ndarray, int]] = {}  # by window, with their address
+        self._firsts: dict[int | None, tuple[np.ndarray, int]] = {}  # by window, with their addresses
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
-        """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
+        """Attention in one layer, causal or along trees. Other outputs of the batch stay unchanged.
 
         Args:
             queries: [tokens of the batch, heads, head size], the last two dimensions dense.
-            outputs: The same, written.
+            outputs: As `queries`; written.
             kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, as vLLM's CPU backend lays it out
                 in blocks of 32 tokens or multiples of that.
             scoring: The layer's; sinks are float32.
@@ -134,12 +134,12 @@ class CompiledAttentionPlan:
 def check_compiled_attention(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, isa: str = "vec"
 ) -> None:
-    """Compare the kernel with vLLM's own on a small cache that vLLM has written.
+    """Compares the kernel with vLLM's own on a small cache that vLLM has written.
 
     Raises:
-        CompilerError: there is no kernel for this machine, or it computes something else.
+        CompilerError: there is no kernel for this machine, or its results differ.
     """
-    if isa == "amx":  # Linux gives a process its tiles when it asks for them, as vLLM's first matrix product would
+    if isa == "amx":  # Linux grants AMX tiles to a process on request, as vLLM's first matrix product would make
         torch.cpu._init_amx()
     generator = torch.Generator().manual_seed(0)
     num_shared, num_rows = 2, 3
@@ -164,21 +164,21 @@ def check_compiled_attention(
         of_batch = starts, lengths, scale, True, None, window, tables, soft_cap, schedule, sinks
         ops.cpu_attention_with_kv_cache(queries, *halves, theirs, *of_batch)
         if not torch.allclose(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]):
-            raise CompilerError("its kernel differs from vLLM's: this vLLM lays its KV cache out otherwise")
+            raise CompilerError("the attention kernel and vLLM's differ: this vLLM lays its KV cache out otherwise")
 
 
 @cache
 def compiled_attention(matrix: str) -> Callable[[Any], None]:
-    """The function, compiled for one of `MATRICES`.
+    """The kernel's function, compiled for one of `MATRICES`.
 
     Raises:
-        CompilerError: there is no compiler, or what it makes does not run here, or lies where others may write.
+        CompilerError: there is no compiler, or its output does not run here or is where others may write.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise CompilerError(f"there is no kernel for {platform.machine()}")
+        raise CompilerError(f"there is no attention kernel for {platform.machine()}, only for x86_64")
     flags = *FLAGS, f"-DMATRIX={matrix}"
     descriptor = _open_attention_library(_attention_library(flags), flags)
-    # The descriptor stays open, as the loader knows libraries by their paths. It finds the OpenMP runtime of torch.
+    # The descriptor stays open because the loader identifies libraries by path. It finds torch's OpenMP runtime.
     try:
         function = ctypes.CDLL(f"/proc/self/fd/{descriptor}").attend_to_shared_prefixes
     except OSError as error:
@@ -188,13 +188,13 @@ def compiled_attention(matrix: str) -> Callable[[Any], None]:
 
 
 def _open_attention_library(library: Path, flags: tuple[str, ...]) -> int:
-    """A descriptor of the library. It is compiled if there is none, or one that others may have written."""
+    """A descriptor of the library, which is compiled if it does not exist or others may have written it."""
     try:
         own_attention_library_folder(library.parent)
         try:
             descriptor = open_own_attention_library(library)
         except ForeignFileError as error:
-            logger.warning("The attention kernel is compiled anew: %s", error)
+            logger.warning("The attention kernel is compiled again: %s", error)
             descriptor = None
         if descriptor is None:
             _compile_attention(library, flags)
@@ -213,12 +213,12 @@ def _attention_compiler() -> str:
 
 @cache
 def _attention_library(flags: tuple[str, ...]) -> Path:
-    """Where it lies: named for all that it depends on."""
+    """Its path, named by a hash of everything that it depends on."""
     try:
         version = subprocess.run([_attention_compiler(), "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompilerError(
-            f"its kernel is compiled at the start, and {_attention_compiler()} does not run: {error}"
+            f"{_attention_compiler()} does not run, which compiles the attention kernel at startup: {error}"
         ) from error
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     made_of = [SOURCE.read_bytes(), version, *(line.encode() for line in sorted(set(cpu))), *map(str.encode, flags)]
@@ -231,9 +231,9 @@ def _attention_library_folder() -> Path:
 
 
 def _compile_attention(library: Path, flags: tuple[str, ...]) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may compile it, too
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may also compile it
         compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        # -fopenmp is for the compiler alone: the linker would bring in a second runtime beside torch's.
+        # -fopenmp is only for the compiler: the linker would add a second runtime to torch's.
         for command in (
             [*flags, "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), "-o", str(linked)],
@@ -241,6 +241,6 @@ def _compile_attention(library: Path, flags: tuple[str, ...]) -> None:
             done = subprocess.run([_attention_compiler(), *command], capture_output=True, text=True)
             if done.returncode:
                 why = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
-                raise CompilerError(f"{_attention_compiler()} does not compile its kernel: {why}")
+                raise CompilerError(f"{_attention_compiler()} does not compile the attention kernel: {why}")
         linked.chmod(0o755)  # whatever the umask
         linked.rename(library)

@@ -1,7 +1,7 @@
-"""vLLM's CPU attention backend, whose layers read shared blocks once where that pays.
+"""vLLM's CPU attention backend, whose layers read shared blocks once where that pays off.
 
-`use_cpu_attention_backend` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of
-its layers which rows share what; a builder that cannot use it, as one that cannot at all, leaves everything to vLLM.
+`use_cpu_attention_backend` puts it in place of CPU_ATTN. In every step the runner announces to the metadata builders of
+its layers which rows share what; a builder that cannot use it leaves everything to vLLM.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from vllm_trie.worker.kv.kv_caches import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
 
-WITHOUT_KERNEL = "Attention reads shared blocks once for each row, as vLLM does, and takes no trees of drafts: %s"
+WITHOUT_KERNEL = "Attention reads shared blocks once per row, as in vLLM, and does not support draft trees: %s"
 
 
 def use_cpu_attention_backend() -> None:
-    """Let engines of this process find this backend where they look for CPU_ATTN."""
+    """Registers this backend in place of CPU_ATTN for engines of this process."""
     replace_attention_backend(AttentionBackendEnum.CPU_ATTN, SharedPrefixAttentionBackend)
 
 
 @dataclass
 class SharedPrefixAttentionMetadata(SetApart, CPUAttentionMetadata):
-    """A step in which rows share blocks."""
+    """The metadata of a step in which rows share blocks."""
 
 
 class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadataBuilder):
-    """Sets the rows apart that share blocks."""
+    """Sets apart the rows that share blocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,7 +68,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadata
 
     @cached_property
     def _is_computed(self) -> bool:
-        """Whether all layers of this builder are of a kind that the kernel computes."""
+        """Whether the kernel computes all layers of this builder."""
         if not (self._is_ours and has_beams(self.vllm_config)):
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
@@ -83,7 +83,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadata
             compiled.check_compiled_attention(*heads, self.block_size, self.dtype, self.isa)
         except compiled.CompilerError as error:
             if self.option == "on":
-                raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
+                raise ValueError(f'shared_prefix_attention="on" is not possible: {error}; use "auto"') from error
             logger.warning_once(WITHOUT_KERNEL, error)
             return False
         return True
@@ -95,13 +95,13 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadata
     def _takes(self, num_rows: int, num_shared: int) -> bool:
         if self.option == "on":
             return self.can_share and num_shared > 0
-        was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself
+        was_measured = self.isa != "amx"  # only vLLM's kernel uses AMX's matrix units well
         heads = self.num_heads // self.num_kv_heads
         num_shared = min(num_shared, self.window_size) if self.window_size > 0 else num_shared
         return self.can_share and was_measured and shared_attention_pays(num_rows, num_shared, heads, self.dtype)
 
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
-        """See `SharesAttentionPrefixes`; shared_prefix.cpp says how blocks are laid out."""
+        """See `SharesAttentionPrefixes`; shared_prefix.cpp documents the layout of blocks."""
         blocks, heads, block_size, of_both = kv_cache.shape
         size = of_both // 2
         keys, values = kv_cache.flatten(2).view(blocks, heads, 2, -1).unbind(2)
@@ -142,7 +142,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadata
 
 
 class SharedPrefixAttentionImpl(AttendsApart, CPUAttentionBackendImpl):
-    """Attention of rows that share blocks, and beside them of all others."""
+    """Attention of rows that share blocks, and in the same batch, of all others."""
 
     @property
     def scoring(self) -> Scoring:
@@ -152,7 +152,7 @@ class SharedPrefixAttentionImpl(AttendsApart, CPUAttentionBackendImpl):
 
 
 class SharedPrefixAttentionBackend(CPUAttentionBackend):
-    """Stands for CPU_ATTN."""
+    """Takes the place of CPU_ATTN."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -163,10 +163,10 @@ class SharedPrefixAttentionBackend(CPUAttentionBackend):
         return SharedPrefixAttentionBuilder
 
 
-# From so many query heads per KV head on: rows, and tokens that they share, from which on it was measured to be faster,
-# with heads of 32, 64 and 128. With several query heads vLLM reads a key once for all of these already.
+# By query heads per KV head, at least: from how many rows, and shared tokens, on it was measured to be faster,
+# with heads of 32, 64 and 128. With several query heads vLLM already reads a key once for all of them.
 PAYS_FROM = {1: (8, 64), 4: (16, 256)}
-PAYS_FROM_BY_TWO = {1: (8, 64)}  # where the kernel multiplies numbers of bfloat16 by two, as vLLM's does with AMX alone
+PAYS_FROM_BY_TWO = {1: (8, 64)}  # where the kernel multiplies pairs of bfloat16, as vLLM's does only with AMX
 
 
 def shared_attention_pays(num_rows: int, num_shared: int, heads_per_kv_head: int, dtype: torch.dtype) -> bool:

@@ -1,10 +1,9 @@
-"""vLLM's FlashAttention backend, whose layers read shared blocks once where that pays.
+"""vLLM's FlashAttention backend, whose layers read shared blocks once where that pays off.
 
-`use_gpu_attention_backend` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are.
-FlashAttention itself reads shared blocks, see `prefix_suffix`. Kernels of ours compute trees, and in steps with trees
-also what else shares blocks. Decoding steps without such rows replay full CUDA graphs, as ever, and those with them
-others (`startup.shared_step_graphs`). Where there are none of these, they replay piecewise ones: attention is not in
-those.
+`use_gpu_attention_backend` puts it in place of FLASH_ATTN; layers of other backends stay unchanged. FlashAttention
+itself reads shared blocks, see `prefix_suffix`. trie_beam's Triton kernels compute trees and, in steps with trees, also
+the other rows that share blocks. Decoding steps without such rows replay vLLM's full CUDA graphs; those with them
+replay others (`startup.shared_step_graphs`) or, where there are none, piecewise ones, which do not contain attention.
 """
 
 from __future__ import annotations
@@ -62,37 +61,37 @@ from vllm_trie.worker.kv.kv_caches import ByToken
 # By the major version of FlashAttention: sequences of the first call in a full CUDA graph. 3 and 4 find on the device
 # which of them have queries; 2 launches blocks for each, as if it had all queries of a step.
 SEQUENCES_IN_GRAPHS = {2: 16, 3: 256, 4: 256}
-# Blocks in the tables of all rows of a graph: as wide as the longest sequence that there may be, they are written and
-# read by every step.
+# Entries in the tables of all rows of a graph: every step writes and reads them, as wide as the longest possible
+# sequence.
 MOST_TABLE_ENTRIES = 1 << 25
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
 
 def use_gpu_attention_backend() -> None:
-    """Let engines of this process find this backend where they look for FLASH_ATTN."""
+    """Registers this backend in place of FLASH_ATTN for engines of this process."""
     replace_attention_backend(AttentionBackendEnum.FLASH_ATTN, SharedPrefixAttentionBackend)
 
 
 @dataclass
 class SharedPrefixAttentionMetadata(SetApart, FlashAttentionMetadata):
-    """A step in which rows share blocks.
+    """The metadata of a step in which rows share blocks.
 
     Args:
-        prefix_suffix: Attention of all rows by FlashAttention; None where kernels of ours compute those set apart.
+        prefix_suffix: Attention of all rows by FlashAttention; None where Triton kernels compute those set apart.
     """
 
     prefix_suffix: PrefixSuffixAttention | None = None
 
 
 class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetadataBuilder):
-    """Sets the rows apart that share blocks.
+    """Sets apart the rows that share blocks.
 
-    What depends on CUDA graphs is asked for later: vLLM chooses their mode once it has all builders.
+    Properties that depend on CUDA graphs are computed late: vLLM chooses the graphs' mode once it has all builders.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM derives builders of its own from this one, for batches that are not the runner's.
+        # vLLM derives builders from this one for batches that are not the runner's.
         self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixAttentionBuilder
         self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
         self.graphs: PrefixSuffixGraphs | None = None
@@ -124,7 +123,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     @cached_property
     def _layers(self) -> list[SharedPrefixAttentionImpl]:
-        """What computes the layers of this builder, if it is known of all of them how they weigh keys."""
+        """The implementations of this builder's layers, if it is known how all of them weigh keys; else none."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         known = [layer.impl for layer in layers.values() if is_causal_attention(layer.impl)]
         is_known = (
@@ -140,12 +139,12 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     @cached_property
     def splits(self) -> bool:
-        """Whether FlashAttention computes prefix and suffix apart in some layers: windows hide what all rows share."""
+        """Whether FlashAttention computes prefix and suffix apart in some layers: windows hide what rows share."""
         return any(layer.scoring.window is None for layer in self._layers) and not self.fa4_hd256
 
     @cached_property
     def takes_trees(self) -> bool:
-        """Whether all layers of this builder are of a kind that our kernels compute."""
+        """Whether the Triton kernels compute all layers of this builder."""
         return (
             bool(self._layers)
             and self.kv_cache_dtype == self.model_config.dtype
@@ -166,7 +165,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     @property
     def _bytes_per_token(self) -> int:
-        """Keys and values of one layer."""
+        """Bytes of a token's keys and values in one layer."""
         return self.kv_cache_spec.page_size_bytes // self.block_size
 
     @cached_property
@@ -176,15 +175,15 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     @property
     def graph_hindrance(self) -> str | None:
-        """Why full CUDA graphs cannot hold that these layers read shared blocks once, if so."""
+        """Why full CUDA graphs cannot contain shared reads of these layers, if they cannot."""
         if not self.splits:
-            return "kernels of ours read them"
+            return "Triton kernels read them"
         versions = {layer.vllm_flash_attn_version for layer in self._layers}
         if unknown := versions - SEQUENCES_IN_GRAPHS.keys():
             return f"FlashAttention {unknown.pop()} computes them"
         if self.aot_schedule and versions != {3}:
-            return f"vLLM schedules for FlashAttention 3 what {min(versions - {3})} computes"
-        # 2 lets numbers of queries differ from replay to replay where it is captured with more than one.
+            return f"vLLM schedules for FlashAttention 3, but version {min(versions - {3})} computes them"
+        # 2 allows numbers of queries that differ from replay to replay if it is captured with more than one.
         if versions != {2} and self._cudagraph_support != AttentionCGSupport.ALWAYS:
             return f"this vLLM captures FlashAttention {max(versions)} for equal numbers of queries alone"
         return None
@@ -196,20 +195,20 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     @property
     def least_rows_to_share(self) -> int:
-        """Rows of the narrowest step for which a full graph that reads shared blocks once may pay."""
+        """Rows of the narrowest step for which a full graph with shared reads may pay off."""
         if self.option == "on":
             return 2
         return 1 - -LEAST_READ_AGAIN // (self._bytes_per_token * self.model_config.max_model_len)
 
     def capture_in_graphs(self, sizes: Sequence[int]) -> int:
-        """Let full CUDA graphs of steps with so many rows, which are yet to be captured, hold that.
+        """Prepares shared reads for full CUDA graphs of steps with so many rows, which are yet to be captured.
 
         Returns:
-            How many groups a step may have.
+            The most groups of a step.
         """
         num_sequences = min(SEQUENCES_IN_GRAPHS[layer.vllm_flash_attn_version] for layer in self._layers)
         self.graphs = PrefixSuffixGraphs(sizes, num_sequences, self._scheduled, self.device)
-        self.rest()  # what is not announced is vLLM's own
+        self.rest()  # unannounced steps are left to vLLM
         return self.graphs.most_groups
 
     def holds_in_graphs(self, num_groups: int) -> bool:
@@ -217,7 +216,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         return not self.may_take or (self.graphs is not None and num_groups <= self.graphs.most_groups)
 
     def _scheduled(self, sequences: AttentionSequences, causal: bool) -> dict[str, Any]:
-        """What vLLM lets FlashAttention know ahead of a call in a full graph: bounds, and a schedule by these."""
+        """What vLLM gives FlashAttention ahead of a call in a full graph: bounds, and a schedule by these."""
         metadata = self._get_scheduler_metadata(
             aot_schedule=self.aot_schedule,
             batch_size=len(sequences.lengths),
@@ -231,14 +230,14 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         return {"scheduler_metadata": metadata, "num_splits": self.max_num_splits}
 
     def _graphs_of(self, common: CommonAttentionMetadata, groups: Sequence[SharedRows]) -> PrefixSuffixGraphs | None:
-        """Those that may be captured or replayed for a batch."""
+        """The graphs that may be captured or replayed for a batch, if any."""
         graphs = self.graphs
         is_held = graphs is not None and common.max_query_len == 1 and common.num_reqs in graphs.sizes
         return graphs if is_held and self.holds_in_graphs(len(groups)) else None
 
     def _is_apart(self, group: SharedRows) -> bool:
-        """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""
-        if group.trees is None or group.trees.rows is not None:  # of the latter the host knows no rows
+        """Whether each row of a group of trees is its own group: one tree's queries may fill a tile."""
+        if group.trees is None or group.trees.rows is not None:  # in the latter case the host knows no rows
             return False
         if not self.can_share:
             return True
@@ -254,13 +253,13 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
     ) -> FlashAttentionMetadata:
         groups, self.groups, common = self.groups, (), common_attn_metadata
         graphs = self._graphs_of(common, groups)
-        self.rest()  # until something is announced again
+        self.rest()  # until the next announcement
         if not (groups or graphs) or common.causal is not True:
             return super().build(common_prefix_len, common, *args, **kwargs)
         assert common.seq_lens_cpu_upper_bound is not None
         has_trees = any(rows.trees is not None for rows in groups)
         if self.splits and not has_trees:
-            # Windows alone read it. The first metadata of all finds out which windows there are.
+            # Only windows read it. The first metadata of all finds out which windows there are.
             stock = super().build(common_prefix_len, common, fast_build=self.aot_sliding_window is not None)
             return SharedPrefixAttentionMetadata(
                 **_attention_metadata_fields(stock),
@@ -279,7 +278,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
             shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv)
         )
         others = attention_rows_other_than(shared.rows, common)
-        if others is None:  # nothing but its fields is read, and there may be more rows than requests
+        if others is None:  # only its fields are read, and there may be more rows than requests
             stock = super().build(common_prefix_len, common, fast_build=True)
         else:
             stock = super().build(common_prefix_len, others.common, *args, **kwargs)
@@ -298,7 +297,7 @@ def _attention_metadata_fields(metadata: FlashAttentionMetadata) -> dict[str, An
 
 
 class SharedPrefixAttentionImpl(AttendsApart, FlashAttentionImpl):
-    """Attention of rows that share blocks, and beside them of all others."""
+    """Attention of rows that share blocks, and in the same batch, of all others."""
 
     @property
     def scoring(self) -> Scoring:
@@ -326,7 +325,7 @@ class SharedPrefixAttentionImpl(AttendsApart, FlashAttentionImpl):
 
 
 class SharedPrefixAttentionBackend(FlashAttentionBackend):
-    """Stands for FLASH_ATTN."""
+    """Takes the place of FLASH_ATTN."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -337,23 +336,23 @@ class SharedPrefixAttentionBackend(FlashAttentionBackend):
         return SharedPrefixAttentionBuilder
 
 
-# A model of what a layer takes on an H200, fitted to docs/results/gpu.md: bytes that it reads per microsecond, of
-# weights and of what rows read again; the host's microseconds for two calls, a merge and the graphs around them; and
-# for all operations of a layer, where there are full graphs alone, about.
+# A cost model of a layer on an H200, fitted to docs/results/gpu.md: bytes that it reads per microsecond, of weights and
+# of what rows read again; the host's microseconds for two calls, a merge and the graphs around them; and roughly, for
+# all operations of a layer, where there are only full graphs.
 WEIGHTS_PER_US, AGAIN_PER_US, HOST_US, HOST_US_WITHOUT_GRAPHS = 4_000_000, 6_000_000, 300, 1000
-LEAST_READ_AGAIN = 1 << 27  # of less, two calls and a merge take the device longer than one call
+LEAST_READ_AGAIN = 1 << 27  # for less, two calls and a merge take the device longer than one call
 
 
 def shared_attention_pays(read_again: int, layer_bytes: int, host_us: int = HOST_US) -> bool:
     """Whether it is faster to read shared blocks once.
 
-    Where a step with shared blocks replays no full graph, the host launches each layer's attention, two calls and a
-    merge. That is for nothing where vLLM's full graph would have been done with the layer by then.
+    Where a step with shared blocks replays no full graph, the host launches each layer's attention: two calls and a
+    merge. That does not pay off where vLLM's full graph would be done with the layer by then.
 
     Args:
-        read_again: Bytes of keys and values of one layer that rows read again, each by itself.
-        layer_bytes: Of its weights, on one device.
-        host_us: What the host takes for such a layer; 0 where a full graph holds it.
+        read_again: Bytes of one layer's keys and values that rows would read again, each by itself.
+        layer_bytes: Bytes of its weights on one device.
+        host_us: The host's microseconds for such a layer; 0 in a full graph.
     """
     by_full_graph = layer_bytes / WEIGHTS_PER_US + read_again / AGAIN_PER_US
     return read_again >= LEAST_READ_AGAIN and by_full_graph >= host_us

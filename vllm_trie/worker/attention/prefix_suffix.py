@@ -1,11 +1,11 @@
 """Attention over shared blocks by two calls of FlashAttention, whose results vLLM's `merge_attn_states` merges.
 
-The first call reads what rows share: there all rows of a group are one row, whose queries are theirs and see every key.
-The second one reads, row by row, what comes after it. Ordinary rows share nothing: the first call finds no keys for
-them, and writes what counts for nothing in the merge. So the whole batch is one, in its own order.
+The first call reads what rows share: all rows of a group are one sequence, whose queries are theirs and see every key.
+The second reads, row by row, the keys that follow. Ordinary rows share nothing: the first call finds no keys for them,
+and its result does not count in the merge. So the whole batch stays together, in its own order.
 
-A full CUDA graph holds both calls, too: it reads what describes a step from where that stays, for as many sequences of
-the first call as the graph has. Those that are left over have no queries.
+A full CUDA graph contains both calls: it reads the description of a step from fixed addresses, for as many sequences of
+the first call as the graph has. Unused ones have no queries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows
 
 
 class Batch(Protocol):
-    """What vLLM says of the rows of a batch; N tokens of R rows, in the order of its rows."""
+    """vLLM's description of the rows of a batch; N tokens of R rows, in the order of its rows."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -34,21 +34,21 @@ class Batch(Protocol):
 
 
 class Calls(NamedTuple):
-    """Of FlashAttention, as vLLM has them."""
+    """FlashAttention's functions, as in vLLM."""
 
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # `flash_attn_varlen_func`
     merge: Callable[..., None]  # `merge_attn_states`
 
 
 class Layer(NamedTuple):
-    """One layer's part.
+    """The inputs and outputs of one layer.
 
     Args:
         queries: [N, heads, head size].
-        outputs: The same, written.
+        outputs: [N, heads, head size], written.
         keys, values: [blocks, block size, KV heads, head size].
         scoring: Without a window that hides anything.
-        scales: Of numbers of 8 bits, [1] each: of queries, keys and values, by the name of the argument.
+        scales: For 8-bit numbers, [1] each: of queries, keys and values, by argument name.
         fa_version: The major version of FlashAttention.
     """
 
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 class AttentionSequences(NamedTuple):
     """The sequences of one call: rows, or what several rows share."""
 
-    starts: torch.Tensor  # [sequences + 1] int32, of their queries
+    starts: torch.Tensor  # [sequences + 1] int32, where their queries start
     most_queries: int
     lengths: torch.Tensor  # [sequences] int32, keys
     most_keys: int
@@ -72,7 +72,7 @@ class AttentionSequences(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """As FlashAttention takes them."""
+        """Keyword arguments of FlashAttention."""
         return {
             "cu_seqlens_q": self.starts,
             "max_seqlen_q": self.most_queries,
@@ -83,17 +83,18 @@ class AttentionSequences(NamedTuple):
 
 
 class DescribedStep(NamedTuple):
-    """Which rows of a step share what, as the device has it, and what the host must know of it ahead.
+    """Which rows of a step share what, on the device, and the bounds that the host must know ahead.
 
     Args:
-        packed: [3 * S + 1 + R] int32. Of S sequences of the first call: in which row's table their keys are, where
-            their queries start, and the end of these, and how many keys they have; then how many each of R rows shares.
+        packed: [3 * S + 1 + R] int32. Of S sequences of the first call: the row in whose table their keys are, where
+            their queries start, and the end of these, and their numbers of keys; then how many keys each of R rows
+            shares.
         num_sequences: S.
-        columns: [C] int64, 0, 1, ...: of the rows' tables as many as keys of their own may take.
-        most_together: Queries of a sequence of the first call.
-        most_shared: Keys of one.
-        most_own: Keys of a row in the second call.
-        most_keys: Keys of a row.
+        columns: [C] int64, 0, 1, ...: as many columns of the rows' tables as keys of their own may take.
+        most_together: The most queries of a sequence of the first call.
+        most_shared: The most keys of a sequence of the first call.
+        most_own: The most keys of a row in the second call.
+        most_keys: The most keys of a row.
     """
 
     packed: torch.Tensor
@@ -106,13 +107,13 @@ class DescribedStep(NamedTuple):
 
 
 class PrefixSuffixGraphs:
-    """What full CUDA graphs of decoding steps read of a step, in the layers of one builder. It stays where it is.
+    """What full CUDA graphs of decoding steps read of a step, in the layers of one builder, at fixed addresses.
 
     Args:
         sizes: Rows of each graph, one token each.
-        num_sequences: Of the first call in each graph.
-        schedule: What FlashAttention is to know ahead of a call, which is causal or not, as its arguments.
-        device: Of the graphs.
+        num_sequences: Sequences of the first call in each graph.
+        schedule: From sequences, and whether a call is causal, to the arguments that FlashAttention needs ahead.
+        device: The graphs' device.
     """
 
     def __init__(
@@ -123,31 +124,31 @@ class PrefixSuffixGraphs:
         device: torch.device,
     ) -> None:
         self.sizes = frozenset(sizes)
-        self.most_groups = (num_sequences - 1) // 2  # of rows side by side, with others ahead of each, and after all
+        self.most_groups = (num_sequences - 1) // 2  # of adjacent rows, with others before each, and after all
         self.schedule = schedule
         self._num_sequences = num_sequences
         self._packed = torch.zeros(3 * num_sequences + 1 + max(sizes), dtype=torch.int32, device=device)
         self._columns: torch.Tensor | None = None
 
     def hold(self, num_rows: int, num_groups: int) -> bool:
-        """Whether a graph has room for so many rows, of which groups of such a number share blocks."""
+        """Whether a graph has room for `num_rows` rows, of which `num_groups` groups share blocks."""
         return num_rows <= max(self.sizes) and num_groups <= self.most_groups
 
     def describe(self, rows: _SharingRows, table_width: int, block_size: int) -> DescribedStep:
-        """Upload a step to where graphs read it.
+        """Uploads a step to where graphs read it.
 
         Args:
-            rows: Of the step, as many as a graph has.
+            rows: The rows of the step, as many as a graph has.
             table_width: Blocks in the table of a row, in all steps.
-            block_size: Theirs.
+            block_size: Tokens of a block.
 
         Raises:
-            ValueError: if there are more sequences than the graphs have.
+            ValueError: there are more sequences than the graphs have.
         """
         missing = self._num_sequences - len(rows.firsts)
         if missing < 0:
             raise ValueError(f"{len(rows.firsts)} sequences of rows, but CUDA graphs have {self._num_sequences}")
-        if self._columns is None:  # now, as nothing is captured yet
+        if self._columns is None:  # now, because nothing is captured yet
             self._columns = torch.arange(table_width, device=self._packed.device)
         packed = self._packed[: 3 * self._num_sequences + 1 + len(rows.shared)]
         upload_for_search(rows.packed(missing), packed)
@@ -157,13 +158,13 @@ class PrefixSuffixGraphs:
 
 
 class PrefixSuffixAttention:
-    """Attention of a batch in one step; whatever is the same in all layers is prepared once, in one upload.
+    """Attention of a batch in one step; prepares once, in one upload, what all layers have in common.
 
     Args:
-        groups: Of rows that share blocks, and compute no trees.
+        groups: Rows that share blocks, and compute no trees.
         batch: All rows.
-        block_size: Theirs.
-        graphs: Where this is captured, or replayed, as part of one: what it makes on the device is part of the graph.
+        block_size: Tokens of a block.
+        graphs: Given where this is captured or replayed as part of a graph, which contains its device operations.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class PrefixSuffixAttention:
 
     @cached_property
     def _calls(self) -> tuple[tuple[AttentionSequences, dict[str, Any]], ...]:
-        """Both calls: their sequences, and what FlashAttention is to know ahead. The first layer makes them."""
+        """Both calls: their sequences, and what FlashAttention needs ahead. The first layer makes them."""
         batch, step, count = self._batch, self._step, self._step.num_sequences
         tables, num_rows = batch.block_table_tensor, len(batch.seq_lens)
         firsts, starts, lengths, shared = torch.split(step.packed, [count, count + 1, count, num_rows])
@@ -193,7 +194,7 @@ class PrefixSuffixAttention:
         return (prefix, self._schedule(prefix, False)), (suffix, self._schedule(suffix, True))
 
     def computes(self, window: int | None) -> bool:
-        """Whether a layer's window hides nothing in this batch: what all see alike is one matrix product."""
+        """Whether a layer's window hides nothing in this batch, so that shared keys are one matrix product."""
         return window is None or window >= self._step.most_keys
 
     def attend(self, calls: Calls, layer: Layer) -> None:
@@ -221,27 +222,27 @@ class PrefixSuffixAttention:
 
 
 class _SharingRows(NamedTuple):
-    """R rows of a step, of which those side by side that share something are one sequence, as are ordinary ones."""
+    """R rows of a step as sequences: adjacent rows of a group that shares something are one, as are ordinary ones."""
 
     firsts: np.ndarray  # [sequences], the first row of each
     starts: np.ndarray  # [sequences + 1], where their queries start, and the end of these
-    shared: np.ndarray  # [R], how many keys each row shares
+    shared: np.ndarray  # [R], keys that each row shares
 
     @classmethod
     def of(cls, groups: Sequence[SharedRows], bounds: np.ndarray, starts: np.ndarray, block_size: int) -> _SharingRows:
-        """Of groups, in a batch of rows with `bounds` [R] keys, whose queries start at `starts` [R + 1]."""
+        """From groups, in a batch of rows with `bounds` [R] keys, whose queries start at `starts` [R + 1]."""
         of_row, shared = shared_attention_by_row(groups, bounds - np.diff(starts), block_size)
         firsts = np.append(True, of_row[1:] != of_row[:-1]).nonzero()[0]
         return cls(firsts, np.append(starts[firsts], starts[-1]), shared)
 
     def packed(self, num_empty: int = 0) -> np.ndarray:
-        """As `DescribedStep` has it, with so many more sequences, which have no queries."""
+        """`DescribedStep.packed`, with `num_empty` further sequences without queries."""
         ends = np.pad(self.starts, (0, num_empty), mode="edge")
         firsts, lengths = (np.pad(part, (0, num_empty)) for part in (self.firsts, self.shared[self.firsts]))
         return np.concatenate([firsts, ends, lengths, self.shared]).astype(np.int32)
 
     def described(self, bounds: np.ndarray, block_size: int, device: torch.device) -> DescribedStep:
-        """As narrow as the step is."""
+        """A description no wider than the step."""
         most_shared, most_own = max(int(self.shared.max()), block_size), int((bounds - self.shared).max())
         columns, packed = search_numbers(-(-most_own // block_size), device), uploaded_for_search(self.packed(), device)
         most_together, most_keys = int(np.diff(self.starts).max()), int(bounds.max())
@@ -249,19 +250,19 @@ class _SharingRows(NamedTuple):
 
 
 def _unscheduled(*_: Any) -> dict[str, Any]:
-    """FlashAttention finds out by itself."""
+    """No schedule: FlashAttention makes its own."""
     return {}
 
 
 def shared_attention_by_row(
     groups: Sequence[SharedRows], num_before: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R] each: which group a row is of, or -1, and how many of its first tokens lie in blocks of all of that group.
+    """[R] each: the group of each row, or -1, and how many of its first tokens are in blocks that all its group shares.
 
     Args:
-        groups: Of rows of a batch.
-        num_before: [R], tokens of each row before those that it computes: each of these sees a key that is not shared.
-        block_size: Theirs.
+        groups: Rows of a batch.
+        num_before: [R], tokens of each row before those that it computes; each of these sees a key that is not shared.
+        block_size: Tokens of a block.
     """
     of_row, shared = np.full(len(num_before), -1), np.zeros(len(num_before), np.int64)
     for number, (places, num_shared, _) in enumerate(groups):

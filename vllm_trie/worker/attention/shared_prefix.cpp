@@ -1,10 +1,10 @@
 // Attention of rows that share their first KV blocks, on the KV cache of vLLM's CPU backend; all sums are float32.
 //
-// The queries of a group are multiplied together with the blocks that all of its rows share, a tile of them at a time,
-// as in a matrix product; then each row's queries go on over the row's own blocks, whose newest tokens may be a tree.
+// The queries of a group are multiplied with the blocks that all of its rows share, a tile of queries at a time, as in
+// a matrix product; then each row's queries with the row's own blocks, whose newest tokens may be a tree.
 // One softmax runs through both, so there is nothing to merge. A block holds, for each KV head, its keys as
-// [head_size, block_size], then its values as [block_size, head_size]: `Rows` of numbers of some type; or both in the
-// order that AMX reads, as `Pairs`. Compiled for one of these, MATRIX, and called by compiled.py.
+// [head_size, block_size], then its values as [block_size, head_size]: `Rows` of numbers of one type; or both in the
+// order that AMX reads, as `Pairs`. MATRIX is one of these when compiled.py compiles and calls this.
 
 #include <immintrin.h>
 
@@ -16,15 +16,15 @@
 
 #ifdef __AVX512F__
 constexpr int LANES = 16;
-#define TILES 12, 8, 4, 2, 1  // queries that are multiplied together: as many as there are registers for
+#define TILES 12, 8, 4, 2, 1  // queries of a tile: as many as there are registers for
 #else
 constexpr int LANES = 8;
 #define TILES 4, 2, 1
 #endif
-constexpr int COLUMNS = 2 * LANES;  // that a tile computes at a time; block sizes are multiples of it
-constexpr int CHUNK = 256;          // keys between two rescalings of the sums; their blocks fit a core's second cache
+constexpr int COLUMNS = 2 * LANES;  // of keys or values that a tile computes at a time; block sizes are multiples of it
+constexpr int CHUNK = 256;          // keys between two rescalings of the sums; their blocks fit a core's L2 cache
 constexpr int MOST_TILE = 12;
-constexpr int MOST_QUERIES = 256;  // of one piece of work: so their sums stay in that cache, too
+constexpr int MOST_QUERIES = 256;  // of one piece of work, so that their sums also stay in the L2 cache
 constexpr int LINE = 64;           // bytes of a cache line
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -37,7 +37,7 @@ typedef uint16_t Words __attribute__((vector_size(4 * LANES), aligned(2), may_al
 static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 static inline void store(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
 
-// The greatest of the numbers, or their sum.
+// The greatest of the numbers, or their sum if `IS_SUM`.
 template <bool IS_SUM>
 static inline float reduced(Floats x) {
   Ints lane;
@@ -50,9 +50,9 @@ static inline float reduced(Floats x) {
   return x[0];
 }
 
-// 2 to the power of x <= 0, to a few parts in 10^7; below 2^-126 it stays there.
+// 2 to the power of x <= 0, to a few parts in 10^7; at least 2^-126.
 static inline Floats exp2(Floats x) {
-  const Floats least = Floats{} - 126.0f, round = Floats{} + 12582912.0f;  // 1.5 * 2^23: what is added is rounded
+  const Floats least = Floats{} - 126.0f, round = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
   x = x > least ? x : least;
   const Floats shifted = x + round, f = x - (shifted - round);
   Floats y = Floats{} + 1.5403530e-4f;
@@ -65,7 +65,7 @@ static inline Floats exp2(Floats x) {
   return (Floats)((Ints)y + ((Ints)shifted << 23));
 }
 
-// Numbers as a model and its cache have them.
+// The number types of a model and its cache.
 struct Float32 {
   typedef float Stored;
   static Floats load(const float* from) { return ::load(from); }
@@ -84,7 +84,7 @@ struct BFloat16 {
     std::memcpy(&found, &bits, sizeof(found));
     return found;
   }
-  static uint16_t narrowed(float x) {  // to the nearest, to even where there are two
+  static uint16_t narrowed(float x) {  // to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -104,13 +104,13 @@ struct Float16 {
   static uint16_t narrowed(float x) { return _cvtss_sh(x, 0); }
 };
 
-// A matrix [depth, columns], row by row. What it is multiplied with has its numbers as `Factor`.
+// A matrix [depth, columns], row by row. The other matrix of a product has numbers of type `Factor`.
 template <class Number_>
 struct Rows {
   using Number = Number_;
   using Stored = typename Number::Stored;
   using Factor = float;
-  static constexpr int DEPTHS = 1;  // that are multiplied at a time
+  static constexpr int DEPTHS = 1;  // multiplied at a time
   const Stored* at;
   int64_t stride;
 
@@ -129,7 +129,7 @@ struct Rows {
 };
 
 #ifdef __AVX512BF16__
-// Numbers of bfloat16 are multiplied by two, and both products added to a sum of float32.
+// Multiplies pairs of bfloat16, and adds both products to a float32 sum.
 struct ByTwo {
   using Number = BFloat16;
   using Factor = uint16_t;
@@ -169,7 +169,7 @@ struct Rows<BFloat16> : ByTwo {
   }
 };
 
-// A matrix [depth, columns] as AMX reads it: LANES columns after the other, of each its rows by two.
+// A matrix [depth, columns] as AMX reads it: groups of LANES columns, each with pairs of rows interleaved.
 struct Pairs : ByTwo {
   const uint16_t* at;
   int64_t stride;  // between groups of columns
@@ -190,11 +190,11 @@ struct Pairs : ByTwo {
 };
 #endif
 
-// sum [R, V * LANES] += a [R, depth] times b [depth, V * LANES]; rows of a lie a_row numbers apart.
+// sum [R, V * LANES] += a [R, depth] times b [depth, V * LANES]; rows of a are a_row numbers apart.
 template <int R, int V, class Matrix>
 static inline __attribute__((always_inline)) void multiply(const typename Matrix::Factor* a, int64_t a_row,
                                                            const Matrix& b, int depth, Floats (&sum)[R][V]) {
-  constexpr int PARTS = R >= 4 ? 1 : 4 / R;  // of the depth: few rows are too few sums to hide the latency of each
+  constexpr int PARTS = R >= 4 ? 1 : 4 / R;  // of the depth: few rows have too few sums to hide their latency
   constexpr int DEPTHS = Matrix::DEPTHS;
   Floats part[PARTS][R][V] = {};
   for (int r = 0; r < R; ++r)
@@ -233,7 +233,7 @@ struct Head {
     return Matrix::values(block(number) + block_size * head_size, head_size, block_size, token, column);
   }
 
-  // Bring numbers [first, last) of a block into the second cache.
+  // Prefetches numbers [first, last) of a block into the L2 cache.
   void prefetch(int32_t number, int64_t first, int64_t last) const {
     for (int64_t at = first; at < last; at += LINE / sizeof(Stored)) __builtin_prefetch(block(number) + at, 0, 2);
   }
@@ -246,7 +246,7 @@ struct Queries {
   Factor* queries;
   float *sums, *top, *total;
   int head_size;
-  int number;  // of the first one, as `Scoring` counts them
+  int number;  // of the first query, as `Scoring` counts them
 
   Queries from(int first) const {
     const int at = first * head_size;
@@ -254,21 +254,21 @@ struct Queries {
   }
 };
 
-// Keys [first, last) of a sequence that lies in these blocks; not more than CHUNK of them.
+// Keys [first, last) of a sequence in these blocks; at most CHUNK.
 struct Keys {
   const int32_t* blocks;
   int first, last;
 };
 
-// What becomes of the product of a query and a key. A token sees keys [firsts, lengths) of its row; of those from
-// `tree_starts` on, the ones whose bits are set.
+// How products of queries and keys are scored. A token sees keys [firsts, lengths) of its row; of those from
+// `tree_starts` on, only the ones whose bits are set.
 struct Scoring {
   float scale, soft_cap;  // 0 if there is none
   const int32_t *firsts, *lengths, *tree_starts;
   const uint64_t* trees;  // [tokens, words]
-  int words, heads;       // queries of a token are numbered one after the other
+  int words, heads;       // a token's queries, one per head, have consecutive numbers
 
-  // To base 2.
+  // The score to base 2.
   Floats score(Floats product) const {
     const Floats x = product * scale;
     if (soft_cap == 0) return x * LOG2_E;
@@ -277,12 +277,12 @@ struct Scoring {
     return (capped < 0.0f ? -tanh : tanh) * (soft_cap * LOG2_E);
   }
 
-  // The first key that any of some tokens sees, or one shortly before it, where a tile may begin.
+  // The first key that any token in [token, end) sees, rounded down to where a tile may begin.
   int first(int token, int end) const {
     return *std::min_element(firsts + token, firsts + end) / COLUMNS * COLUMNS;
   }
 
-  // Let the keys that a query does not see have the lowest score.
+  // Gives the keys that a query does not see the lowest score.
   void hide(int query, const Keys& keys, float* scores) const {
     const int token = query / heads, length = lengths[token], tree_start = tree_starts[token];
     for (int at = keys.first; at < std::min(keys.last, firsts[token]); ++at) scores[at - keys.first] = LOWEST;
@@ -295,7 +295,7 @@ struct Scoring {
   }
 };
 
-// What will be read next comes from memory while this is computed: of each block, one part of so many.
+// Prefetches what will be read next while this is computed: of each block, parts [first, last) of `parts`.
 template <class Matrix>
 struct Ahead {
   Head<Matrix> head;
@@ -310,13 +310,13 @@ struct Ahead {
   }
 };
 
-// Let R queries attend to some keys. `scores` has room for [R, CHUNK].
+// Attention of R queries to some keys. `scores` has room for [R, CHUNK].
 template <int R, class Matrix, class Factor = typename Matrix::Factor>
 static void attend(const Head<Matrix>& head, const Queries<Factor>& of, const Scoring& scoring, const Keys& keys,
                    const Ahead<Matrix>& ahead, float* scores) {
   const int D = head.head_size, B = head.block_size, count = keys.last - keys.first;
   const int padded = (count + LANES - 1) / LANES * LANES;
-  const Factor* weights = reinterpret_cast<Factor*>(scores);  // which take the scores' place
+  const Factor* weights = reinterpret_cast<Factor*>(scores);  // overwrite the scores
   constexpr int WEIGHTS = CHUNK * sizeof(float) / sizeof(Factor);
   for (int t = 0; t < count; t += COLUMNS) {
     const int at = keys.first + t;
@@ -329,7 +329,7 @@ static void attend(const Head<Matrix>& head, const Queries<Factor>& of, const Sc
   float rescaled[R];
   for (int r = 0; r < R; ++r) {
     float* row = scores + r * CHUNK;
-    std::fill(row + count, row + padded, LOWEST);  // whatever lies beyond the last key
+    std::fill(row + count, row + padded, LOWEST);  // beyond the last key
     scoring.hide(of.number + r, keys, row);
     Floats tops = load(row);
     for (int t = LANES; t < padded; t += LANES) tops = load(row + t) > tops ? load(row + t) : tops;
@@ -361,7 +361,7 @@ static void attend(const Head<Matrix>& head, const Queries<Factor>& of, const Sc
   if (column < D) add_values(std::integral_constant<int, 1>{}, column);
 }
 
-// Let `count` queries attend to some keys, in the largest tiles that they fill. `next` are those that come after.
+// Attention of `count` queries to some keys, in the largest tiles that they fill. `next` is prefetched.
 template <class Matrix, class Factor, int... SIZES>
 static void attend_in_tiles(const Head<Matrix>& head, const Queries<Factor>& of, int count, const Scoring& scoring,
                             const Keys& keys, const Ahead<Matrix>& next, float* scores,
@@ -375,22 +375,22 @@ static void attend_in_tiles(const Head<Matrix>& head, const Queries<Factor>& of,
   (tiles_of(std::integral_constant<int, SIZES>{}), ...);
 }
 
-// What the queries of a step are. A token is one of the batch that a group's row computes.
+// The inputs and outputs of a step. A token is one of the batch that a group's row computes.
 struct Batch {
   const void* queries;                  // [tokens of the batch, num_heads, head_size]
-  void* outputs;                        // the same
+  void* outputs;                        // as `queries`
   int64_t query_stride, output_stride;  // from token to token, in numbers
   const void* cache;
   int64_t block_stride, head_stride;  // in numbers
   const int32_t* tables;              // [rows of the batch, blocks]
   int64_t table_stride;
-  const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
+  const int32_t *tokens, *rows, *lengths;  // by token of a group: its index in the batch, its row, the keys it sees
   const int32_t *firsts, *tree_starts;     // by token of a group, as in `Scoring`
   const uint64_t* trees;
-  const int32_t *starts, *num_shared;  // by group: its first token, with an end; keys that all of its rows share
+  const int32_t *starts, *num_shared;  // by group: its first token, and the end; keys that all of its rows share
   int32_t num_groups, num_words, block_size, head_size, num_heads, num_kv_heads, num_threads;
   float scale, soft_cap;
-  const float* sinks;  // [num_heads], scores of what has no value; null if there is none
+  const float* sinks;  // [num_heads], scores without values; null if there are none
 };
 
 template <class Matrix>
@@ -423,7 +423,7 @@ static void attend_to_batch(const Batch& b) {
   }
 #pragma omp parallel num_threads(b.num_threads)
   {
-    static thread_local std::vector<float> memory;  // kept, as it costs more to have than to fill
+    static thread_local std::vector<float> memory;  // kept, because allocating it costs more than filling it
     memory.resize(std::max(memory.size(), size_t(most_queries) * (2 * D + 2) + MOST_TILE * CHUNK + LINE));
     float* scores = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
     Queries<Factor> all = {reinterpret_cast<Factor*>(scores + MOST_TILE * CHUNK), nullptr, nullptr, nullptr, D, 0};
@@ -448,7 +448,7 @@ static void attend_to_batch(const Batch& b) {
         all.total[j] = b.sinks == nullptr ? 0.0f : 1.0f;
       }
 
-      // The work that, if all take equally long, comes after this one in this thread.
+      // The work that this thread takes next, if all pieces take equally long.
       const Work& after = works[std::min<int>(index + b.num_threads, works.size() - 1)];
       const int first = scoring.first(after.first, after.last), end_of_next = b.num_shared[after.group];
       const Keys first_keys = {blocks_of(after.first), first, std::min(first + CHUNK, end_of_next)};

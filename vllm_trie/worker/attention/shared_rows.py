@@ -16,45 +16,45 @@ from vllm_trie.search.devices import search_numbers, uploaded_for_search
 from vllm_trie.worker.kv.kv_caches import ByToken
 
 WORD = 64  # bits
-# Stands where vLLM has how many tokens each row of a step has, so that it replays full graphs of such steps.
+# Takes the place of vLLM's number of tokens per row of a step, to select the full graphs of such steps.
 SHARES_BLOCKS = -1
 
 
 class RowTrees(NamedTuple):
     """Rows whose newest tokens are trees: each sees what comes before the tree, its ancestors, and itself.
 
-    A tree's tokens lie in the cache one after the other, parents before their children. A row computes the last ones.
+    A tree's tokens are consecutive in the cache, parents before their children. A row computes the last ones.
     """
 
-    start: int  # where in the cache the trees begin: as many tokens of each row come before them
-    # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: of all tokens that
-    # the rows compute [tokens, words] int64, as `SharedAttentionTokens` has it.
+    start: int  # where in the cache the trees begin: the number of tokens of each row before them
+    # By row: [tokens that it computes now, tokens of its tree] bool. If only the device knows them: of all tokens that
+    # the rows compute, [tokens, words] int64, as in `SharedAttentionTokens`.
     masks: list[np.ndarray] | torch.Tensor
-    # Where the device alone knows that, too, of these tokens: [tokens] int32, in which of the batch's rows each lies,
-    # and how many tokens of that row it sees, those that the tree hides from it counted. Else each row has its own.
+    # If only the device knows these tokens' rows: [tokens] int32, each token's row in the batch, and how many tokens of
+    # that row it sees, including those that the tree hides from it. None: each row has its own.
     rows: torch.Tensor | None = None
     ends: torch.Tensor | None = None
 
 
 class SharedRows(NamedTuple):
-    """Rows of one group, in a batch, whose first tokens lie in the same KV blocks."""
+    """Rows of one group, in a batch, whose first tokens are in the same KV blocks."""
 
     places: np.ndarray  # [rows] int64
-    num_shared: int  # tokens; whole blocks
-    trees: RowTrees | None = None  # None: each token sees all that come before it
+    num_shared: int  # tokens, in whole blocks
+    trees: RowTrees | None = None  # None: each token sees all earlier ones
 
 
 class Scoring(NamedTuple):
     """How a layer weighs the keys that a token sees."""
 
     scale: float  # of products of queries and keys
-    window: int | None = None  # positions that a token sees, its own included. Blocks that all came before are not read
-    soft_cap: float = 0.0  # what scaled scores are bent to stay below; 0 if nothing
-    sinks: torch.Tensor | None = None  # [heads], scores that take part in the softmax and have no values
+    window: int | None = None  # positions that a token sees, including its own; earlier blocks are not read
+    soft_cap: float = 0.0  # bound of the scaled scores (tanh); 0: none
+    sinks: torch.Tensor | None = None  # [heads], scores that take part in the softmax without values
 
 
 class Layer(NamedTuple):
-    """A layer whose attention is computed by kernels of ours."""
+    """A layer whose attention trie_beam's kernels compute."""
 
     scoring: Scoring
     kv_cache: torch.Tensor
@@ -63,61 +63,61 @@ class Layer(NamedTuple):
 
 
 class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
-    """A builder of attention metadata for layers that may make use of such rows. It rests while there are none."""
+    """An attention metadata builder for layers that can share reads. It rests while no rows share anything."""
 
     hooks = ("build",)
 
-    can_share = False  # whether these layers do
-    layer_bytes = 0  # of the weights of one of them on this device, once that is known
-    hindrance: str | None = None  # why they cannot although that is demanded, if something else than their kind is why
-    groups: Sequence[SharedRows] = ()  # of the next batch that it sees; it takes them out
+    can_share = False  # whether these layers can share reads
+    layer_bytes = 0  # bytes of one layer's weights on this device, once known
+    hindrance: str | None = None  # why "on" is not possible for a reason other than the layers' kind
+    groups: Sequence[SharedRows] = ()  # of the next batch, which removes them
 
     def announce(self, groups: Sequence[SharedRows]) -> None:
-        """The next batch that it sees has these, of such as it takes."""
+        """Sets the groups of the next batch, of those that it takes."""
         self.wake()
         self.groups = groups
 
     @property
     @abstractmethod
     def takes_trees(self) -> bool:
-        """Whether all of these layers can attend to trees, also where they do not share."""
+        """Whether all of these layers can attend to trees, also without sharing."""
 
     @abstractmethod
     def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
-        """Which groups of a step it reads shared blocks once for: of each, its rows, and tokens that they share."""
+        """For which groups of a step it reads shared blocks once; given each group's rows and shared tokens."""
 
     def holds_in_graphs(self, num_groups: int) -> bool:
-        """Whether full CUDA graphs hold what these layers do in decoding steps of so many groups."""
+        """Whether full CUDA graphs contain what these layers do in decoding steps of `num_groups` groups."""
         return False
 
     @abstractmethod
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
-        """The parts of which a KV cache of one layer consists."""
+        """The parts of one layer's KV cache."""
 
 
 class UnseenTokens(NamedTuple):
-    """Some tokens of trees, of which the device alone knows where they lie; n of them."""
+    """Tokens of trees whose rows only the device knows; n of them."""
 
     tokens: slice  # among the N of `SharedAttentionTokens`
-    rows: torch.Tensor  # [n] int32, as there
-    lengths: torch.Tensor  # [n] int32, likewise
+    rows: torch.Tensor  # [n] int32, as in `SharedAttentionTokens`
+    lengths: torch.Tensor  # [n] int32, as in `SharedAttentionTokens`
 
 
 class SharedAttentionTokens(NamedTuple):
     """The tokens that such rows compute, one group after the other; N of them in G groups."""
 
-    places: np.ndarray  # [N] int32, of each token in the batch
-    rows: np.ndarray  # [N] int32, of each token's row in the batch
+    places: np.ndarray  # [N] int32, each token's index in the batch
+    rows: np.ndarray  # [N] int32, each token's row in the batch
     lengths: np.ndarray  # [N] int32, keys that each token sees
     starts: np.ndarray  # [G + 1] int32, where each group's tokens begin
     num_shared: np.ndarray  # [G] int32, keys that all rows of a group share
-    tree_starts: np.ndarray  # [N] int32, the first key that belongs to the tree of its row; its length if there is none
-    # [N, words] int64; bit i of all words: whether it sees key i of its row's tree. On the device, if it alone knows.
+    tree_starts: np.ndarray  # [N] int32, the first key of the tree of its row; its length if there is none
+    # [N, words] int64; bit i of all words: whether it sees key i of its row's tree. On the device, if only it knows.
     trees: np.ndarray | torch.Tensor
-    unseen: Sequence[UnseenTokens] = ()  # of these, `rows` are those that compute them, and `lengths` say nothing
+    unseen: Sequence[UnseenTokens] = ()  # for these, `rows` are those that compute them, and `lengths` is arbitrary
 
     def on_host(self) -> SharedAttentionTokens:
-        """The same, where a look at what the device knows costs nothing."""
+        """These tokens on the host, where reading the device's memory costs nothing."""
         if not (self.unseen or isinstance(self.trees, torch.Tensor)):
             return self
         rows, lengths = self.rows.copy(), self.lengths.copy()
@@ -128,13 +128,13 @@ class SharedAttentionTokens(NamedTuple):
 
 
 def attention_token_by_token(shared: SharedAttentionTokens, block_size: int) -> SharedAttentionTokens:
-    """Each token of trees as a group of its own, which shares with nobody what comes before its tree."""
+    """Makes each token of trees a group of its own, which shares what comes before its tree with no other."""
     num_shared = shared.tree_starts // block_size * block_size
     return shared._replace(starts=np.arange(len(shared.rows) + 1, dtype=np.int32), num_shared=num_shared)
 
 
 def attention_row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
-    """Each row of groups that compute trees as a group of its own, whose tokens share what comes before the tree."""
+    """Makes each row of groups that compute trees a group of its own, whose tokens share what precedes the tree."""
     found = []
     for places, _, trees in groups:
         assert trees is not None
@@ -146,14 +146,14 @@ def attention_row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
 def shared_attention_tokens(
     groups: Sequence[SharedRows], query_starts: np.ndarray, lengths: np.ndarray, block_size: int, sees_all: bool = False
 ) -> SharedAttentionTokens:
-    """Lay out what the rows of groups compute.
+    """Lays out what the rows of groups compute.
 
     Args:
         groups: One or more.
         query_starts: [rows + 1] of the batch, where each row's tokens begin.
-        lengths: [rows], keys of each row, those of this step included.
-        block_size: Of what is read. A token must not see less than is shared, and no part of a tree is.
-        sees_all: Keys are not those of the rows' own tokens, and each token sees all of them.
+        lengths: [rows], keys of each row, including this step's.
+        block_size: Shared keys are whole blocks of it, within what every token sees and before any tree.
+        sees_all: Keys are not those of the rows' own tokens, and each token sees all of them (cross-attention).
     """
     rows = np.concatenate([group.places for group in groups])
     counts = query_starts[rows + 1] - query_starts[rows]
@@ -189,7 +189,7 @@ def _unseen_attention_tokens(groups: Sequence[SharedRows], starts: Sequence[int]
 
 
 def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.ndarray) -> np.ndarray | torch.Tensor:
-    """[N, words] int64 what tokens see of trees; `per_group`: tokens of each group. On the device, if it knows any."""
+    """[N, words] int64, what tokens see of trees; `per_group`: tokens of each group. On the device, if any of it is."""
     parts = list[np.ndarray | torch.Tensor]()
     for trees, count in zip(of_groups, per_group.tolist(), strict=True):
         if trees is None:
@@ -206,7 +206,7 @@ def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.nd
 
 
 def _padded_attention_masks(words: Any, num_words: int) -> Any:
-    """Masks [n, words], an array or a tensor, with so many words, of which the last ones are zeros."""
+    """Masks [n, words], an array or a tensor, padded with zeros to `num_words`."""
     missing = num_words - words.shape[1]
     if not missing:
         return words
@@ -224,15 +224,15 @@ def pack_attention_masks(masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def first_attention_keys(shared: SharedAttentionTokens, window: int | None) -> np.ndarray:
-    """[N] int32, the first key that each token sees, if it sees so many positions, its own included; None: all.
+    """[N] int32, the first key that each token sees with a window of so many positions, its own included; None: all.
 
-    In a tree the positions of its ancestors come before a token's own, wherever in the cache they are.
+    In a tree a token's position follows its ancestors', wherever in the cache they are.
     """
     if window is None:
         return np.zeros(len(shared.lengths), dtype=np.int32)
     assert isinstance(shared.trees, np.ndarray)
     is_seen = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
-    # Tokens of the tree that it sees, from each one on.
+    # Tokens of the tree that it sees, counted from each one on.
     from_here = is_seen[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]
     in_tree, in_window = from_here[:, 0], (is_seen > 0) & (from_here <= window)
     first = shared.tree_starts + np.where(in_tree > window, in_window.argmax(axis=1), in_tree - window)
@@ -240,11 +240,11 @@ def first_attention_keys(shared: SharedAttentionTokens, window: int | None) -> n
 
 
 def device_first_attention_keys(trees: torch.Tensor, tree_starts: torch.Tensor, window: int) -> torch.Tensor:
-    """The same, [N] int32 on the device, where it alone knows the trees.
+    """`first_attention_keys` [N] int32 on the device, where only it knows the trees.
 
     Args:
-        trees: As `SharedAttentionTokens` has them.
-        tree_starts: [N] int32, likewise, on the device.
+        trees: As in `SharedAttentionTokens`.
+        tree_starts: [N] int32, as in `SharedAttentionTokens`, on the device.
         window: Positions that each token sees.
     """
     is_seen = (trees[..., None] >> search_numbers(WORD, trees.device) & 1).flatten(1)

@@ -1,4 +1,4 @@
-"""Rows that share blocks, set apart from the others of a batch, which are described as if there were none but these."""
+"""Splits a batch into rows that share blocks and the others, which are described as a batch of their own."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from vllm_trie.worker.attention.shared_rows import Scoring
 
 
 def replace_attention_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
-    """Let engines of this process find a backend of ours where they look for one of vLLM's."""
+    """Registers our backend in place of one of vLLM's for engines of this process."""
     register_backend(stock, f"{backend.__module__}.{backend.__qualname__}")
     _cached_get_attn_backend.cache_clear()
 
 
 class OtherRows(NamedTuple):
-    """Rows without those of some groups."""
+    """Rows of a batch without those of some groups."""
 
     common: CommonAttentionMetadata
-    tokens: torch.Tensor  # [M] int64 on the device, where in the batch their tokens are
+    tokens: torch.Tensor  # [M] int64 on the device, the indices of their tokens in the batch
 
 
 def attention_rows_other_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows | None:
-    """What is left of a batch; None if nothing is.
+    """The rest of a batch; None if nothing is left.
 
     Args:
-        rows: That are left out.
-        common: The batch; its rows attend to all that came before each token.
+        rows: The rows to leave out.
+        common: The batch; its rows attend to all earlier tokens.
     """
     is_other = np.ones(common.num_reqs, dtype=bool)
     is_other[rows] = False
@@ -64,21 +64,21 @@ def attention_rows_other_than(rows: np.ndarray, common: CommonAttentionMetadata)
 
 
 class AttentionPlan(Protocol):
-    """Attention of the rows that share blocks, as it was laid out for one step."""
+    """Attention of the rows that share blocks, laid out for one step."""
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
-        """Compute it for one layer: [N, H, D] of the whole batch; only these rows' tokens are read and written."""
+        """Computes it for one layer: [N, H, D] of the whole batch; reads and writes only these rows' tokens."""
         ...
 
 
 @dataclass
 class SetApart:
-    """Metadata of a step in which rows share blocks, beside what a backend's own has.
+    """What the metadata of a step in which rows share blocks has besides the backend's own.
 
     Args:
         plan: Attention of these rows.
         others: vLLM's metadata of all other rows; None if there are none.
-        other_tokens: [M] int64, where in the batch their tokens are.
+        other_tokens: [M] int64, the indices of their tokens in the batch.
     """
 
     plan: AttentionPlan | None = None
@@ -87,18 +87,18 @@ class SetApart:
 
 
 class AttendsApart:
-    """A layer's attention: of rows that share blocks by their plan, of all others as the backend has it."""
+    """A layer's attention: by the plan for rows that share blocks, by the backend for all others."""
 
     attn_type: str
     alibi_slopes: Any
 
     @property
     def scoring(self) -> Scoring:
-        """How it weighs keys."""
+        """How the layer weighs keys."""
         raise NotImplementedError
 
     def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> bool:
-        """Compute the rows that are set apart in a step; returns whether any are."""
+        """Computes the rows that are set apart in a step; returns whether there are any."""
         if step.plan is None:
             return False
         step.plan.attend(query, output, kv_cache, self.scoring)
@@ -129,11 +129,11 @@ class AttendsApart:
 
 
 def is_causal_attention(impl: Any) -> bool:
-    """Whether a layer's attention is of a kind that our kernels compute: causal, by products of queries and keys."""
+    """Whether trie_beam's kernels compute a layer's kind of attention: causal, by products of queries and keys."""
     return is_decoder_attention(impl) and impl.attn_type == AttentionType.DECODER
 
 
 def is_decoder_attention(impl: Any) -> bool:
-    """The same, or the attention of a decoder to what an encoder made."""
+    """As `is_causal_attention`, or the attention of a decoder to an encoder's output."""
     known = AttentionType.DECODER, AttentionType.ENCODER_DECODER
     return isinstance(impl, AttendsApart) and impl.attn_type in known and impl.alibi_slopes is None

@@ -1,4 +1,4 @@
-"""Which layers compute the trees of forests: all of the target and of its draft model, or none speculates."""
+"""Which layers compute draft trees: all of the target and of its draft model, or no search speculates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.trie_beam.attention")
 
 TAKES_NO_TREES = (
-    "Searches take plain steps, whatever they ask of speculation: %d layers have attention (%s) for which there is no "
-    "kernel that computes trees of drafts"
+    "Searches take plain steps even if they ask for speculation: the attention of %d layers (%s) has no kernel that "
+    "computes draft trees"
 )
 
 
@@ -34,7 +34,7 @@ def attention_layers_of(runner: GPUModelRunner) -> list[list[AttentionGroup]]:
 
 
 def attention_takes_trees(runner: GPUModelRunner) -> bool:
-    """Whether attention of all layers takes trees; if not, the log says which do not."""
+    """Whether the attention of all layers takes trees; logs which layers do not."""
     stock = [
         group
         for group in chain(*attention_layers_of(runner))
@@ -46,11 +46,11 @@ def attention_takes_trees(runner: GPUModelRunner) -> bool:
 
 
 def attention_by_token(runner: GPUModelRunner, beside: TokenStates | None = None) -> list[list[ByToken]]:
-    """By KV cache group, the KV caches of those all of whose layers do, token by token; nothing of others.
+    """By KV cache group, the KV caches token by token, if all its layers take trees; otherwise nothing.
 
     Args:
         runner: vLLM's.
-        beside: What lies beside them, if anything.
+        beside: Other states that are stored by token, if any.
     """
     parts = [_attention_by_token(runner, attn_groups) for attn_groups in attention_layers_of(runner)]
     if beside is not None and (of_group := parts[beside.number]):

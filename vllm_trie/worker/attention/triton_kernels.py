@@ -1,9 +1,9 @@
 """Attention over shared blocks by Triton kernels.
 
-The first kernel goes over the blocks that all rows of a group share, with a tile of their queries at a time, in parts
-that run side by side; the second goes over each token's own blocks, and begins with the sums that the first one left.
-There the newest tokens of a row may be a tree, of which each token sees its ancestors and itself.
-No autotuning and no atomics: ranks that compute the same get the same.
+The first kernel reads the blocks that all rows of a group share, for a tile of their queries at a time, in parts that
+run in parallel. The second reads each token's own blocks, and begins with the sums that the first one left. A row's
+newest tokens may be a tree, of which each token sees its ancestors and itself.
+No autotuning and no atomics: ranks that compute the same get the same results.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from vllm_trie.worker.attention.shared_rows import (
 from vllm_trie.worker.launches import next_power_of_2
 
 MOST_HEAD_SIZE = 256
-TILE = 64  # queries that a program of the first kernel takes
+TILE = 64  # queries of a program of the first kernel
 KEYS = 32  # that both kernels read at a time
-LEAST_QUERIES = 16  # that tensor cores multiply
-MOST_PARTS, LEAST_PART = 16, 512  # of the shared keys; keys of one
+LEAST_QUERIES = 16  # the fewest that tensor cores multiply
+MOST_PARTS, LEAST_PART = 16, 512  # parts of the shared keys; keys of a part
 NUM_WARPS, NUM_STAGES = 4, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 BITS = tl.constexpr(WORD)
 
 
 class TritonAttentionPlan:
-    """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
+    """Attention of the tokens of groups in one step; prepares once what all layers have in common.
 
     Args:
         shared: The tokens; N of them. `lengths` may be upper bounds.
-        lengths: [N] int32 on the device, keys that each token sees; written of tokens that are unseen.
+        lengths: [N] int32 on the device, keys that each token sees; written for unseen tokens.
         tables: [rows of the batch, blocks] int32, on the device.
         heads: Query heads, and KV heads.
     """
@@ -76,11 +76,11 @@ class TritonAttentionPlan:
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
-        """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
+        """Attention in one layer, causal or along trees. Other outputs of the batch stay unchanged.
 
         Args:
             queries: [tokens of the batch, heads, head size], the last two dimensions dense.
-            outputs: The same, written.
+            outputs: As `queries`; written.
             kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, keys before values, the last
                 dimension dense.
             scoring: The layer's.
@@ -88,7 +88,7 @@ class TritonAttentionPlan:
         scale, window, soft_cap, sinks = scoring
         if window is not None and window not in self._spans:
             self._spans[window] = self._spans_of(window)
-        # What is bent are scaled scores; weights are powers of 2.
+        # The soft cap applies to scaled scores; weights are powers of 2.
         scales = (2 * scale / soft_cap, soft_cap * LOG2_E.value) if soft_cap else (scale * LOG2_E.value, 0.0)
         _, num_kv_heads, block_size, _ = kv_cache.shape
         _, num_heads, head_size = queries.shape
@@ -129,7 +129,7 @@ class TritonAttentionPlan:
         )
 
     def _spans_of(self, window: int) -> torch.Tensor:
-        """[N] int32 on the device, for a window of so many positions."""
+        """[N] int32 on the device, the positions that each token sees with this window."""
         if isinstance(self.shared.trees, torch.Tensor):
             tree_starts = torch.minimum(self._tokens[3], self._lengths)
             return self._lengths - device_first_attention_keys(self.shared.trees, tree_starts, window)
@@ -137,7 +137,7 @@ class TritonAttentionPlan:
 
 
 def warps_of_attention_tile(head_size: int) -> int:
-    """Warps of a program of the first kernel: fewer would spill the sums of large heads on some GPUs."""
+    """Warps of a program of the first kernel: with fewer, some GPUs would spill the sums of large heads."""
     return NUM_WARPS if head_size <= 128 else 2 * NUM_WARPS
 
 
@@ -151,17 +151,17 @@ def _attend_in_kernel(
     soft_cap, has_tree: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
     keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a softmax, over keys [start, end), of which those from tree_start on are seen whose bits are set.
+    """Continues a softmax over keys [start, end); from tree_start on, only keys with set bits are seen.
 
     Args:
         query: [M, padded_size].
-        first_key: [M], that each sees, if there is a window.
+        first_key: [M], the first key that each query sees, if there is a window.
         top: [M] float32.
         total: [M] float32.
         sums: [M, padded_size] float32.
-        tree: At the token.
-        cache: At the KV head.
-        table: At the row.
+        tree: Pointer to the token's words.
+        cache: Pointer to the KV head.
+        table: Pointer to the row.
     """
     column = tl.arange(0, padded_size)
     in_head = column < head_size
@@ -192,7 +192,7 @@ def _attend_in_kernel(
     return top, total, sums
 
 
-# A kernel is compiled anew where the alignment of an argument changes; those of packed tensors change with the batch,
+# Triton recompiles a kernel where the alignment of an argument changes; that of packed tensors changes with the batch,
 # and so do the strides of a draft model's tables.
 
 
@@ -206,21 +206,21 @@ def _attend_to_shared_kernel(
     heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
     keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries, over a part of what all rows of their group share.
+    """Attention of a tile of queries over a part of what all rows of their group share.
 
     Args:
         queries: [tokens, heads, head_size].
         cache: [blocks, KV heads, block_size, 2 * head_size].
         tables: [rows, blocks].
-        first_tokens: [tiles], among those of groups.
+        first_tokens: [tiles], among the tokens of groups.
         end_tokens: [tiles].
         num_shared: [tiles].
         places: [N], of tokens in the batch.
         rows: [N].
         lengths: [N].
-        spans: [N], keys before the end of these that each token sees.
+        spans: [N], keys up to `lengths` that each token sees.
         sums: [parts, N, heads, head_size].
-        logs: [parts, N, heads], of the sums' weights, to base 2.
+        logs: [parts, N, heads], logarithms of the sums of weights, to base 2.
     """
     kv_head, part = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(first_tokens + tl.program_id(0)), tl.load(end_tokens + tl.program_id(0))
@@ -239,7 +239,7 @@ def _attend_to_shared_kernel(
     table = tables + tl.load(rows + first).to(tl.int64) * table_stride
     per_part = tl.cdiv(tl.cdiv(shared, num_parts), keys_at_a_time) * keys_at_a_time
     start, end_key, first_key = part * per_part, tl.minimum((part + 1) * per_part, shared), query
-    if has_window:  # what all of them have left behind may be no numbers
+    if has_window:  # keys before all windows may be NaN
         first_key = tl.load(lengths + token, mask=is_query, other=0) - tl.load(spans + token, mask=is_query, other=0)
         first_seen = tl.min(tl.where(is_query, first_key, shared), axis=0)
         start = tl.maximum(start, first_seen)
@@ -266,11 +266,11 @@ def _attend_to_own_kernel(
     block_size: tl.constexpr, keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr,
     has_trees: tl.constexpr, has_sinks: tl.constexpr, padded_heads: tl.constexpr,
 ):  # fmt: skip
-    """A token, over its own keys, beginning with the sums of the first kernel.
+    """Attention of a token over its own keys, continuing the sums of the first kernel.
 
     Args:
         queries: [tokens, heads, head_size].
-        outputs: The same.
+        outputs: [tokens, heads, head_size].
         cache: [blocks, KV heads, block_size, 2 * head_size].
         tables: [rows, blocks].
         places: [N], of tokens in the batch.
@@ -278,7 +278,7 @@ def _attend_to_own_kernel(
         num_shared: [N].
         tree_starts: [N], the first key of the tree of its row; `lengths`, or more, if there is none.
         lengths: [N].
-        spans: [N], keys before the end of these that each token sees, but for those that its tree hides.
+        spans: [N], keys up to `lengths` that each token sees, except those that its tree hides.
         trees: [N, num_words], what each sees of its tree.
         sums: [parts, N, heads, head_size].
         logs: [parts, N, heads].
@@ -320,7 +320,7 @@ def _attend_to_own_kernel(
 
 
 def warm_up_attention(layers: Iterable[Layer], has_trees: bool) -> None:
-    """Let each layer attend to one token, and where it may compute trees, to a tree of one."""
+    """Runs each layer's attention for one token and, where it may compute trees, for a tree of one."""
     for layer in layers:
         for has_tree in (False, True) if has_trees else (False,):
             _attend_once_to_warm_up(layer, has_tree)

@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2 on CPUs that have no Triton compiler: torch and numpy in place of its Triton kernels.
+"""vLLM's Model Runner V2 on CPUs without a Triton compiler: torch and numpy functions in place of its Triton kernels.
 
-Goes as soon as vLLM has such kernels itself.
+To be removed once vLLM has such kernels itself.
 """

@@ -1,7 +1,7 @@
-"""Recurrent states in the prefix cache, vLLM's "align" mode: column p of a row holds its state after p+1 full blocks.
+"""Recurrent states in the prefix cache, vLLM's "align" mode: column p of a row is its state after p+1 full blocks.
 
-The last column holds the state that a row is in. There is no speculation on models with states, so each row's state has
-taken in what its tokens say, no more.
+The last column is a row's current state. Models with states do not speculate, so each row's state covers exactly its
+tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def next_state_columns_on_cpu(
     num_reqs: int,
     mamba_block_size: int,
 ) -> None:
-    """From which column a forward takes the state of each row in slots [R], and to which one it goes."""
+    """From which column a forward pass takes the state of each row in slots [R], and to which one it goes."""
     slots = idx_mapping[:num_reqs]
     src_col[slots], src_off[slots] = state_idx[slots], np.maximum(num_accepted_tokens[slots] - 1, 0)
     num_tokens = num_computed_tokens[slots] + np.diff(query_start_loc[: num_reqs + 1])
@@ -58,7 +58,7 @@ def copy_to_next_columns_on_cpu(
     idx_mapping: Array,
     num_reqs: int,
 ) -> None:
-    """Copy the states of rows whose forward goes to another column there. Strides and sizes of rows are in bytes."""
+    """Copies the states of rows whose forward pass writes another column to that column. Strides and sizes: bytes."""
     slots = idx_mapping[:num_reqs]
     slots = slots[(slots >= 0) & (src_col[slots] >= 0) & (src_col[slots] != mamba_state_idx[slots])]
     if not len(slots):
@@ -79,12 +79,12 @@ def copy_to_next_columns_on_cpu(
 
 @kernel_on_cpu("mamba_utils:postprocess_mamba_fused_kernel", MAMBA_UTILS)
 def keep_accepted_states_on_cpu() -> None:
-    """What rejected drafts did to states is undone here; without speculation nothing is."""
+    """Would undo what rejected drafts did to states; without speculation there are none."""
 
 
 @replaces_on_cpu("mamba_utils:MambaSpecDecodeGPUContext.compute_aligned_state_indices", package=MAMBA_UTILS)
 def last_state_blocks_on_cpu(self: Any, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
-    """[groups, R, 1] int32, the block that holds the state of each row, by KV cache group of states."""
+    """[groups, R, 1] int32, the block with the state of each row, by KV cache group of states."""
     columns = torch.clamp((seq_lens[:num_reqs] - 1) // self.block_size, min=0).numpy()
     for number, address in enumerate(self.aligned_index_block_table_ptrs.tolist()):
         table = block_table_on_cpu(address, num_reqs, self.block_table_stride_req)
@@ -104,7 +104,7 @@ def scan_states_on_cpu(
     return_intermediate_states: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """The states after each sequence [R, ...], or after each chunk [chunks, ...], for which vLLM has no CPU kernel."""
+    """The states after each sequence [R, ...], or after each chunk [chunks, ...], which vLLM's CPU kernel lacks."""
     stock = _mamba_chunk_scan_combined_fwd_cpu
     if not return_intermediate_states:
         return stock(x, dt, a, b, c, chunk_size, out, **options)
@@ -132,7 +132,7 @@ def keep_checkpoints_on_cpu(
     chunk_idx: Array,
     state_len: int,
 ) -> None:
-    """Write the state that a prompt leads to at its checkpoint, within what one forward computes, into a block."""
+    """Writes a prompt's state at its checkpoint, within what one forward pass computes, into a block."""
     (rows,) = np.nonzero(checkpoint_offsets)
     for row in rows:
         end, block = query_start_loc[row] + checkpoint_offsets[row], int(state_indices[row])

@@ -1,4 +1,4 @@
-"""Inputs of draft models and heads, as vLLM prepares them."""
+"""Inputs of draft models and heads, in place of vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def prepare_draft_prefill_inputs_on_cpu(
     out_positions: Array, last_token_indices: Array, out_query_start_loc: Array, out_seq_lens: Array,
     query_start_loc: Array, seq_lens: Array, num_rejected: Array, max_num_reqs: int, max_model_len: int,
 ) -> None:  # fmt: skip
-    """A draft model's first inputs [T + R]: of each row the tokens that were accepted, the newest one, and padding."""
+    """A draft model's first inputs [T + R]: of each row the accepted tokens, the newest one, and padding."""
     num_rows = len(idx_mapping)
     starts = query_start_loc[: num_rows + 1]
     lengths = np.diff(starts)
@@ -40,7 +40,7 @@ def prepare_head_prefill_inputs_on_cpu(
     idx_mapping: Array, last_sampled: Array, next_prefill_tokens: Array, num_sampled: Array, num_rejected: Array,
     query_start_loc: Array, seq_lens: Array, max_num_reqs: int,
 ) -> None:  # fmt: skip
-    """A head's first inputs [T]: after each token of the target that was accepted, the token that follows it."""
+    """A head's first inputs [T]: for each accepted token of the target, the token that follows it."""
     num_rows = len(idx_mapping)
     starts, num_tokens = query_start_loc[:num_rows], int(query_start_loc[num_rows])
     num_accepted = np.diff(query_start_loc[: num_rows + 1]) - num_rejected[:num_rows]
@@ -61,7 +61,7 @@ def prepare_head_decode_inputs_on_cpu(
     sample_src_positions: Array, query_start_loc: Array, seq_lens: Array, max_model_len: int, max_num_reqs: int,
     advance_draft_positions: bool,
 ) -> None:  # fmt: skip
-    """A head's inputs after the first: one token of each row [R]."""
+    """A head's later inputs: one token of each row [R]."""
     num_rows, step = len(draft_tokens), int(advance_draft_positions)
     input_ids[:num_rows] = draft_tokens
     sample_src_positions[:num_rows] += 1
@@ -77,7 +77,7 @@ def update_head_inputs_on_cpu(
     sample_src_positions: Array, seq_lens: Array, draft_tokens: Array, current_draft_step: Tensor,
     hidden_states: Tensor, max_model_len: int, num_speculative_steps: int, advance_draft_positions: bool,
 ) -> None:  # fmt: skip
-    """Note what was drafted of each row [R], and let the head go on from it and from its own hidden states [R, H]."""
+    """Records each row's draft [R], and makes it and the head's own hidden states [R, H] the next inputs."""
     num_rows, step = len(draft_tokens), int(current_draft_step)
     output_draft_tokens[:num_rows, step] = draft_tokens
     if step >= num_speculative_steps - 1:

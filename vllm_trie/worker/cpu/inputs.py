@@ -1,6 +1,6 @@
-"""The inputs of a forward pass, block tables among them, and what a step changes in the slots of its requests.
+"""The inputs of a forward pass, including block tables, and what a step changes in the slots of its requests.
 
-A batch has R rows, T tokens and N rows of logits; there are S slots, and `idx_mapping` says which one each row has.
+A batch has R rows, T tokens and N rows of logits; there are S slots, and `idx_mapping` has each row's slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 
-WORD_BYTES = 4  # in which strides and sizes of segments of KV blocks are given
+WORD_BYTES = 4  # the unit of strides and sizes of segments of KV blocks
 
 
 @kernel_on_cpu("input_batch:_prepare_prefill_inputs_kernel")
@@ -25,7 +25,7 @@ def prepare_prefill_inputs_on_cpu(
     input_ids: Array, next_prefill_tokens: Array, num_lookahead: int, idx_mapping: Array, query_start_loc: Array,
     all_token_ids: Array, prefill_lens: Array, num_computed_tokens: Array,
 ) -> None:  # fmt: skip
-    """Copy the tokens of prefilling rows into input_ids [T], and the K after them into next_prefill_tokens [K, S]."""
+    """Copies the tokens of prefilling rows into input_ids [T], and the next K into next_prefill_tokens [K, S]."""
     for row in np.flatnonzero(num_computed_tokens[idx_mapping] < prefill_lens[idx_mapping]):
         slot, start, end = idx_mapping[row], query_start_loc[row], query_start_loc[row + 1]
         first = num_computed_tokens[slot]
@@ -40,7 +40,7 @@ def prepare_prefill_inputs_on_cpu(
 def prepare_pos_seq_lens_on_cpu(
     pos: Array, seq_lens: Array, idx_mapping: Array, query_start_loc: Array, num_computed_tokens: Array
 ) -> None:
-    """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
+    """Writes the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
     num_rows = len(idx_mapping)
     lengths = query_start_loc[1 : num_rows + 1] - query_start_loc[:num_rows]
     num_tokens, computed = query_start_loc[num_rows], num_computed_tokens[idx_mapping]
@@ -54,7 +54,7 @@ def prepare_rope_positions_on_cpu(
     positions: Array, prefill_positions: Array, prefill_delta: Array, idx_mapping: Array, query_start_loc: Array,
     prefill_lens: Array, num_computed_tokens: Array, num_dims: int,
 ) -> None:  # fmt: skip
-    """M-RoPE positions [D, T]: those of a prompt lie in prefill_positions [S * D, L], what follows goes on evenly."""
+    """M-RoPE positions [D, T]: a prompt's are in prefill_positions [S * D, L], later ones increase by one."""
     starts, computed = query_start_loc[: len(idx_mapping) + 1], num_computed_tokens[idx_mapping]
     positions[:, : starts[-1]] = search_spans(computed + prefill_delta[idx_mapping], np.diff(starts))
     for row in np.flatnonzero(computed < prefill_lens[idx_mapping]):
@@ -68,7 +68,7 @@ def combine_sampled_and_draft_tokens_on_cpu(
     input_ids: Array, idx_mapping: Array, last_sampled_tokens: Array, query_start_loc: Array, seq_lens: Array,
     prefill_len: Array, draft_tokens: Array, cu_num_logits: Array, logits_indices: Array,
 ) -> None:  # fmt: skip
-    """Write newest tokens and drafts of decoding rows into input_ids [T], and which tokens have logits [N]."""
+    """Writes newest tokens and drafts of decoding rows into input_ids [T], and which tokens have logits [N]."""
     num_rows = len(idx_mapping)
     ends, lengths, prefill = query_start_loc[1 : num_rows + 1], seq_lens[:num_rows], prefill_len[idx_mapping]
     newest = last_sampled_tokens.reshape(len(last_sampled_tokens))
@@ -91,7 +91,7 @@ def combine_sampled_and_draft_tokens_on_cpu(
 def expand_idx_mapping_on_cpu(
     idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
 ) -> None:
-    """The slot of each row of logits [N], and its place among those of its request [N]."""
+    """The slot of each row of logits [N], and its index among those of its request [N]."""
     num_logits = np.diff(cu_num_logits[: len(idx_mapping) + 1])
     expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
     expanded_local_pos[:] = search_spans(0, num_logits)
@@ -102,7 +102,7 @@ def get_num_sampled_and_rejected_on_cpu(
     num_sampled: Array, num_rejected: Array, seq_lens: Array, cu_num_logits: Array, idx_mapping: Array,
     prefill_len: Array,
 ) -> None:  # fmt: skip
-    """How many of the tokens that each row [R] had logits for are not sampled; rows in their prefill sample none."""
+    """How many of the tokens that each row [R] had logits for are rejected; rows in their prefill sample none."""
     num_rows = len(idx_mapping)
     is_chunk = seq_lens[:num_rows] < prefill_len[idx_mapping]
     num_rejected[:] = cu_num_logits[1 : num_rows + 1] - cu_num_logits[:num_rows] - num_sampled
@@ -115,7 +115,7 @@ def post_update_on_cpu(
     sampled_tokens: Array, num_sampled: Array, num_rejected: Array, query_start_loc: Array | None, all_token_ids: Array,
     total_len: Array, draft_tokens: Array | None = None, draft_tokens_out: Array | None = None,
 ) -> None:  # fmt: skip
-    """Append sampled tokens [R, 1 + drafts] to their slots and count them; rows in slot -1 are left out."""
+    """Appends sampled tokens [R, 1 + drafts] to their slots and counts them; rows in slot -1 are left out."""
     num_rows, num_queried = len(idx_mapping), 0
     if query_start_loc is not None:
         num_queried = query_start_loc[1 : num_rows + 1] - query_start_loc[:num_rows]
@@ -142,7 +142,7 @@ def post_update_on_cpu(
 def post_update_num_computed_tokens_on_cpu(
     idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array
 ) -> None:
-    """Count this step's tokens as computed, by slot [S]."""
+    """Counts this step's tokens as computed, by slot [S]."""
     num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
 
 
@@ -154,7 +154,7 @@ def prompt_logprobs_token_ids_on_cpu(
     """The token [T] that follows each token of a batch."""
     lengths = np.diff(query_start_loc[: len(idx_mapping) + 1])
     place = search_spans(num_computed_tokens[idx_mapping] + 1, lengths)
-    place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
+    place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody reads what follows the last token
     prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
 
 
@@ -163,7 +163,7 @@ def apply_write_on_cpu(
     output: torch.Tensor, output_stride: Any, write_indices: Array, write_starts: Array, write_contents: Array,
     write_cu_lens: Array, write_group_ids: Array | None, multi_group: bool,
 ) -> None:  # fmt: skip
-    """Write contents [C], piece by piece, into rows of a tensor [S] or [S, L], or of the block tables of some groups.
+    """Writes contents [C], piece by piece, into rows of a tensor [S] or [S, L], or of the block tables of groups.
 
     Args:
         output, output_stride: The tensor; or the addresses of block tables, and their strides, by KV cache group.
@@ -182,7 +182,7 @@ def apply_write_on_cpu(
 
 @lru_cache(maxsize=256)
 def block_table_on_cpu(address: int, num_rows: int, stride: int) -> Array:
-    """[rows, columns] int32, a block table in memory, whose owner is another."""
+    """[rows, columns] int32, a view of a block table in memory that another object owns."""
     memory = (ctypes.c_int32 * int(num_rows * stride)).from_address(address)
     return np.ctypeslib.as_array(memory).reshape(num_rows, stride)
 
@@ -194,7 +194,7 @@ def gather_block_tables_on_cpu(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The block tables [R, B] of the slots in idx_mapping [R], one per KV cache group.
 
-    Blocks that a window has left behind, as num_computed_tokens [S] says, become null blocks.
+    Blocks before a sliding window, by num_computed_tokens [S], become null blocks.
     """
     if self.num_kv_cache_groups == 0:
         return ()
@@ -218,7 +218,7 @@ def compute_slot_mappings_on_cpu(
     block_table_strides: torch.Tensor, block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor,
     slot_mappings: Array,
 ) -> None:  # fmt: skip
-    """Where in the KV cache each token of a batch goes, by KV cache group [G, T]; -1 for tokens that go nowhere."""
+    """The KV cache slot of each token of a batch, by KV cache group [G, T]; -1 for tokens without one."""
     num_rows, num_tokens = len(idx_mapping), int(query_start_loc[len(idx_mapping)])
     position, num_slots = pos[:num_tokens], int(idx_mapping.max(initial=0)) + 1
     of_token = idx_mapping
@@ -239,7 +239,7 @@ def compute_slot_mappings_on_cpu(
 def apply_prompt_embeds_on_cpu(
     self: Any, input_batch: Any, num_computed_tokens: torch.Tensor, inputs_embeds: torch.Tensor
 ) -> None:
-    """Embeddings [T, H] of a batch's tokens become those of prompts, where these have embeddings and not tokens."""
+    """Replaces embeddings [T, H] of a batch's tokens by those of prompts, where these have no tokens."""
     for row, request_id in enumerate(input_batch.req_ids):
         if (found := self.gpu_tensors.get(request_id)) is None:
             continue
@@ -255,7 +255,7 @@ def apply_prompt_embeds_on_cpu(
 
 @kernel_on_cpu("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
 def zero_blocks_on_cpu(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
-    """Zero these blocks in all segments, whose addresses are in bytes."""
+    """Zeroes blocks in all segments, whose addresses are in bytes."""
     for address, stride, size in zip(
         seg_addrs.tolist(), seg_block_strides.tolist(), seg_page_sizes.tolist(), strict=True
     ):

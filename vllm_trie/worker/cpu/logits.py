@@ -1,6 +1,6 @@
-"""What requests ask to be done to their logits [N, V], in place.
+"""What requests have done to their logits [N, V], in place.
 
-`expanded_idx_mapping` [N] says which slot each row of logits belongs to; options are by slot [S].
+`expanded_idx_mapping` [N] is the slot of each row of logits; options are by slot [S].
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MINUS_INFINITY = float("-inf")
 
 @kernel_on_cpu("sample.gumbel:_temperature_kernel")
 def apply_temperature_on_cpu(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
-    """Divide by the temperature, save where it is 0."""
+    """Divides by the temperature, except where it is 0."""
     of_row = temperature[expanded_idx_mapping]
     logits.div_(torch.where(of_row == 0, 1.0, of_row)[:, None])
 
 
 @kernel_on_cpu("sample.min_p:_min_p_kernel")
 def apply_min_p_on_cpu(logits: Tensor, expanded_idx_mapping: Tensor, min_p: Tensor) -> None:
-    """Ban tokens less probable than min_p times the most probable one."""
+    """Bans tokens less probable than min_p times the most probable one."""
     threshold = logits.amax(-1) + min_p[expanded_idx_mapping].log()
     logits.masked_fill_(logits < threshold[:, None], MINUS_INFINITY)
 
@@ -35,7 +35,7 @@ def apply_penalties_on_cpu(
     repetition_penalty: Tensor, frequency_penalty: Tensor, presence_penalty: Tensor, prompt_bin_mask: Tensor,
     output_bin_counts: Tensor,
 ) -> None:  # fmt: skip
-    """Penalise tokens by their counts [S, V] in outputs and drafts before a row, and by bits [S, V / 32] of prompts."""
+    """Penalises tokens by their counts [S, V] in outputs and earlier drafts, and by the bits [S, V / 32] of prompts."""
     penalties = repetition_penalty, frequency_penalty, presence_penalty
     repetition, frequency, presence = (penalty[expanded_idx_mapping] for penalty in penalties)
     rows = ((repetition != 1) | (frequency != 0) | (presence != 0)).nonzero()[:, 0]
@@ -57,7 +57,7 @@ def bincount_on_cpu(
     expanded_idx_mapping: Array, all_token_ids: Array, prompt_len: Array, prefill_len: Array, prompt_bin_mask: Array,
     output_bin_counts: Array,
 ) -> None:  # fmt: skip
-    """Mark the tokens of prompts in bits [S, V / 32], and count those of outputs that are already there [S, V]."""
+    """Marks the tokens of prompts in bits [S, V / 32], and counts those of existing outputs [S, V]."""
     for slot in expanded_idx_mapping:
         seen = np.zeros(prompt_bin_mask.shape[1] * 32, bool)
         seen[all_token_ids[slot, : prompt_len[slot]]] = True
@@ -71,10 +71,10 @@ def apply_logit_bias_on_cpu(
     num_logit_bias: Tensor, bias_token_ids: Tensor, bias: Tensor, pos: Tensor, min_lens: Tensor,
     num_stop_token_ids: Tensor, restore_when_all_masked: Tensor, stop_token_ids: Tensor, check_all_masked_rows: bool,
 ) -> None:  # fmt: skip
-    """Ban what is not allowed, add biases, and ban stop tokens before the least length, if anything else is left."""
+    """Bans what is not allowed, adds biases, and bans stop tokens before the minimum length, unless nothing is left."""
 
     def listed(counts: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, tokens and places in the lists [S, L] of all tokens that are listed for a row, counts [N] of each."""
+        """Rows, tokens and indices of the entries in lists [S, L], of which each row has counts [N]."""
         row, place = (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
         return row, token_ids[expanded_idx_mapping[row], place].long(), place
 
@@ -106,7 +106,7 @@ def apply_bad_words_on_cpu(
     num_bad_words: Array, all_token_ids: Array, prompt_len: Array, total_len: Array, input_ids: Array,
     expanded_local_pos: Array,
 ) -> None:  # fmt: skip
-    """Ban the last tokens of words [S, L] that the output, with the drafts [N] before a row, is about to complete."""
+    """Bans the last tokens of words [S, L] that the output, with the drafts [N] before a row, is about to complete."""
     num_words = num_bad_words[expanded_idx_mapping]
     row, word = np.nonzero(np.arange(num_words.max(initial=0)) < num_words[:, None])
     slot, num_drafts = expanded_idx_mapping[row], expanded_local_pos[row]
@@ -115,7 +115,7 @@ def apply_bad_words_on_cpu(
     completes = before <= output_len + num_drafts
     for place in range(before.max(initial=0)):
         at = np.flatnonzero(completes & (before > place))
-        of_draft = num_drafts[at] - before[at] + place  # < 0: it is in the output
+        of_draft = num_drafts[at] - before[at] + place  # < 0: in the output
         history = all_token_ids[slot[at], np.minimum(total_len[slot[at]] + of_draft, all_token_ids.shape[1] - 1)]
         drafts = input_ids[np.where(of_draft >= 0, row[at] - num_drafts[at] + of_draft + 1, 0)]
         actual = np.where(of_draft >= 0, drafts, history)
@@ -127,7 +127,7 @@ def apply_bad_words_on_cpu(
 def apply_grammar_bitmask_on_cpu(
     logits: Tensor, logits_indices: Array, cu_num_logits: Array, bitmask: Tensor, vocab_size: int, mask_stride: int
 ) -> None:
-    """Ban what bitmask [M, V / 32] does not allow at the rows and places that are numbered in logits_indices [M]."""
+    """Bans what bitmask [M, V / 32] does not allow at the rows and positions encoded in logits_indices [M]."""
     request, place = np.divmod(logits_indices, mask_stride)
     is_active = torch.from_numpy(place < cu_num_logits[request + 1] - cu_num_logits[request])
     row = torch.from_numpy(cu_num_logits[request] + place)[is_active].long()

@@ -1,4 +1,4 @@
-"""What vLLM keeps per slot of models with recurrent states: how many tokens each row took in."""
+"""What vLLM stores per slot for models with recurrent states: how many tokens each row took in."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def scatter_num_accepted_on_cpu(idx_mapping: Array, num_sampled: Array, num_acce
 
 @kernel_on_cpu("model_states.mamba_hybrid:_fill_num_accepted_kernel")
 def fill_num_accepted_on_cpu(idx_mapping: Array, num_accepted: Array, num_sampled: int) -> None:
-    """The same number for all rows."""
+    """Sets the same number for all rows; rows in slot -1 are left out."""
     num_accepted[idx_mapping[idx_mapping >= 0]] = num_sampled

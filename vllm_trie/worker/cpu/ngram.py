@@ -1,4 +1,4 @@
-"""vLLM's n-gram speculation of ordinary requests."""
+"""vLLM's n-gram speculation for ordinary requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SPECULATOR = "spec_decode.ngram.speculator:"
 def find_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, scratch: Array, min_n: int, max_n: int
 ) -> None:
-    """Write into the first column of scratch [R, ...] where the tokens begin that follow each row's match.
+    """Writes into the first column of scratch [R, ...] where the tokens begin that follow each row's match.
 
-    A row without a match has none; nor has one that has sampled nothing, as in its prefill.
+    A row without a match has none, nor has one that has sampled nothing, as in its prefill.
     """
     for row, (slot, count) in enumerate(zip(idx_mapping, num_sampled, strict=False)):
         text = token_ids[slot, : total_len[slot]]
@@ -28,7 +28,7 @@ def draft_by_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, last_sampled: Array, scratch: Array,
     drafts: Array,
 ) -> None:  # fmt: skip
-    """Write drafts [R, K]: the tokens that follow a row's match, and its newest token where there are less than K."""
+    """Writes drafts [R, K]: the tokens that follow a row's match, then its newest token if there are fewer than K."""
     slots = idx_mapping[: len(num_sampled)]
     drafts[: len(slots)] = last_sampled[slots, None]
     for row, slot in enumerate(slots):
@@ -41,10 +41,10 @@ def after_ngram_match_on_cpu(tokens: Array, shortest: int, longest: int) -> Arra
 
     Args:
         tokens: [L].
-        shortest, longest: How many tokens match.
+        shortest, longest: Bounds on the tokens that match.
     """
     last = len(tokens) - 1
-    ends = np.flatnonzero(tokens[:last] == tokens[last])  # of matches of one token more each time
+    ends = np.flatnonzero(tokens[:last] == tokens[last])  # of matches, which grow by one token each time
     following = tokens[:0]
     for length in range(1, min(longest, last) + 1):
         ends = ends[ends >= length - 1]

@@ -1,6 +1,6 @@
-"""Verifying a draft model's tokens of ordinary requests.
+"""Verifies a draft model's tokens for ordinary requests.
 
-Of R requests' N rows of logits, the first ones of each request verify its drafts, and the last one is for a token more.
+R requests have N rows of logits: each request's last row is for one more token, the others verify its drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
 from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, draw_tokens_on_cpu
 
-SMALLEST = 4.6566127342e-10  # of Triton's random numbers that are not 0
+SMALLEST = 4.6566127342e-10  # the smallest of Triton's random numbers other than 0
 
 
 @kernel_on_cpu("spec_decode.rejection_sampler:_gather_draft_sampled_kernel")
@@ -23,7 +23,7 @@ def gather_draft_sampled_on_cpu(
     draft_sampled: Tensor, pos: Tensor, input_ids: Tensor, positions: Tensor, logits_indices: Tensor,
     expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, prefill_len: Tensor,
 ) -> None:  # fmt: skip
-    """The input token and position of each row of logits [N]; -1 for drafts that stand in for tokens of the prompt."""
+    """The input token and position of each row of logits [N]; -1 for drafts in place of prompt tokens."""
     pos.copy_(positions[logits_indices])
     is_placeholder = (expanded_local_pos > 0) & (pos - expanded_local_pos < prefill_len[expanded_idx_mapping])
     draft_sampled.copy_(input_ids[logits_indices].masked_fill(is_placeholder, -1))
@@ -31,7 +31,7 @@ def gather_draft_sampled_on_cpu(
 
 @kernel_on_cpu("spec_decode.rejection_sampler:_flatten_sampled_kernel")
 def flatten_sampled_on_cpu(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
-    """Lay out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
+    """Lays out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
     row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), search_spans(0, num_sampled)
     flat_sampled[cu_num_logits[row] + local] = sampled[row, local]
 
@@ -42,22 +42,22 @@ def rejection_sample_on_cpu(
     idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, temperature: Tensor, seed: Tensor,
     num_speculative_steps: int, synthetic_conditional_rates: None = None, use_fp64: bool = False, **unsupported: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Take drafts until one is rejected, and draw one token more.
+    """Accepts drafts until one is rejected, and samples one more token.
 
-    A draft is taken with its probability under the target, for the draft model gives it for certain; at temperature 0
-    if it is the best token. After a rejection the target is drawn from without the draft.
+    A draft is accepted with its probability under the target, because the draft model proposes it with certainty; at
+    temperature 0, if it is the best token. After a rejection the target is sampled without the draft.
 
     Args:
         target_logits: [N, V], with temperatures applied.
-        draft_sampled: [N], the token before each row of logits; -1 is never taken.
+        draft_sampled: [N], the token before each row of logits; -1 is never accepted.
         pos: [N], positions of those tokens.
-        temperature: [S], as `seed` is.
+        temperature: [S], like `seed`.
 
     Returns:
-        Tokens [R, 1 + drafts] int64, and how many each row has [R] int32.
+        Tokens [R, 1 + drafts] int64, and how many each row has, [R] int32.
     """
     temperatures, seeds = temperature[expanded_idx_mapping], seed[expanded_idx_mapping]
-    draft = torch.full_like(draft_sampled, -1, dtype=torch.int64)  # that each row of logits verifies
+    draft = torch.full_like(draft_sampled, -1, dtype=torch.int64)  # the draft that each row of logits verifies
     draft[:-1] = draft_sampled[1:]
     draft[cu_num_logits[1:].long() - 1] = -1
     is_taken = draft == torch.from_numpy(best_tokens_on_cpu(target_logits))

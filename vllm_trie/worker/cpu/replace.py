@@ -1,9 +1,9 @@
-"""Puts functions of ours in the place of vLLM's Triton kernels, and calls them the way kernels are launched.
+"""Replaces vLLM's Triton kernels by functions, which are called the way kernels are launched.
 
-A function takes those of a kernel's arguments that it names: `input_ids` is the kernel's `input_ids_ptr`, `mask_stride`
-its constant `MASK_STRIDE`. On a CPU "the device's" tensors are the host's, and nothing is ever on its way: an argument
-that is annotated as `Array` is the tensor's memory as numpy sees it, which for a few rows is much quicker than torch.
-One that has a default is an argument that the kernels of some supported versions of vLLM lack.
+A function names the kernel arguments that it takes: `input_ids` is the kernel's `input_ids_ptr`, `mask_stride` its
+constant `MASK_STRIDE`. On a CPU "the device's" tensors are the host's, and no copy is ever pending: an argument
+annotated as `Array` is the tensor's memory as a numpy array, which for a few rows is much faster than torch.
+An argument with a default is one that the kernels of some supported versions of vLLM lack.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = np.ndarray
 Function = Callable[..., Any]
 
 _OF_ALL = "inputs", "logits", "sampling"  # modules that every engine needs
-_MORE = {"drafts": ("draft_inputs", "ngram", "rejection"), "states": ("cached_states", "mamba")}  # by what one has
+_MORE = {"drafts": ("draft_inputs", "ngram", "rejection"), "states": ("cached_states", "mamba")}  # by feature
 _V2 = "vllm.v1.worker.gpu."
 _has_triton = VLLMPatch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
 _kernels: dict[str, Function] = {}
@@ -32,9 +32,9 @@ _imported_by: dict[str, str] = {}
 
 
 def kernel_on_cpu(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
-    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker, or within another package.
+    """Marks the replacement of a kernel, "module:name" within vLLM's V2 worker, or within another package.
 
-    One module of the V2 worker may have imported it by name.
+    `imported_by` is a module of the V2 worker that imports the kernel by name.
     """
     if imported_by:
         _imported_by[package + target] = _V2 + imported_by
@@ -42,38 +42,38 @@ def kernel_on_cpu(target: str, package: str = _V2, imported_by: str = "") -> Cal
 
 
 def replaces_on_cpu(target: str, imported_by: str = "", package: str = _V2) -> Callable[[Function], Function]:
-    """Marks what takes the place of a function or method, likewise."""
+    """Marks the replacement of a function or method; arguments as for `kernel_on_cpu`."""
     if imported_by:
         _imported_by[package + target] = _V2 + imported_by
     return lambda function: _functions.setdefault(package + target, function)
 
 
 def replacements_on_cpu() -> dict[str, Function]:
-    """Everything that is replaced, by target."""
+    """All replacements, by target."""
     for name in chain(_OF_ALL, *_MORE.values()):
         importlib.import_module(f"vllm_trie.worker.cpu.{name}")
     return _kernels | _functions
 
 
 def install_replacements_on_cpu(*more: str) -> None:
-    """Replace the kernels that an engine needs, in this process.
+    """Replaces the kernels that an engine needs, in this process.
 
     Args:
-        more: What it has: "drafts", or a model with recurrent "states".
+        more: The engine's features: "drafts", or a model with recurrent "states".
     """
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
     triton.next_power_of_2 = next_power_of_2  # which vLLM's placeholder for Triton lacks
     if not _has_triton.is_applied:
-        _has_triton.apply(True)  # else there is no n-gram speculation
+        _has_triton.apply(True)  # without it there is no n-gram speculation
     for name in chain(_OF_ALL, *(_MORE[kind] for kind in more)):
         _replace_by_module_on_cpu(f"vllm_trie.worker.cpu.{name}")
 
 
 @cache
 def _replace_by_module_on_cpu(own_module: str) -> None:
-    """Replace what a module of ours replaces."""
+    """Applies the replacements of one of our modules."""
     importlib.import_module(own_module)
     for target, function in _kernels.items():
         if function.__module__ == own_module:
@@ -88,7 +88,7 @@ def _replace_by_module_on_cpu(own_module: str) -> None:
 
 
 class Launch:
-    """What takes a kernel's place: `kernel[grid](*arguments)` calls `function` with those of them that it names."""
+    """Takes a kernel's place: `kernel[grid](*arguments)` calls `function` with the arguments that it names."""
 
     def __init__(self, kernel: Function, function: Function) -> None:
         self._launch = _compiled_launch_on_cpu(kernel, function)
@@ -98,9 +98,9 @@ class Launch:
 
 
 def _compiled_launch_on_cpu(kernel: Function, function: Function) -> Function:
-    """What has the kernel's signature, and calls `function`.
+    """A function with the kernel's signature that calls `function`.
 
-    Its code is written here, as to look up each argument's kind at each launch would take longer than most kernels.
+    Its code is generated, because inspecting the arguments at each launch would take longer than most kernels.
     """
     parameters, hints = inspect.signature(kernel).parameters, get_type_hints(function)
     names = {name.removesuffix("_ptr"): name for name in parameters}

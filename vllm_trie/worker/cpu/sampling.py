@@ -1,6 +1,6 @@
-"""Drawing tokens from logits [N, V], and their log-probabilities.
+"""Samples tokens from logits [N, V], and computes their log-probabilities.
 
-The random numbers are those of vLLM's kernels: a request with a seed draws the same tokens on any device.
+The random numbers are those of vLLM's kernels: a request with a seed samples the same tokens on any device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
 
-HIGH_BITS = 0x9E3779B9  # the domain of the upper half of 64 bits
+HIGH_BITS = 0x9E3779B9  # the hash domain of the upper half of 64 bits
 
 
 @kernel_on_cpu("sample.gumbel:_gumbel_sample_kernel")
@@ -21,7 +21,7 @@ def gumbel_sample_on_cpu(
     local_argmax: Array, local_max: Array, logits_cache: None, logits: Tensor, expanded_idx_mapping: Array,
     seeds: Array, pos: Array, temp: Array, use_fp64: bool,
 ) -> None:  # fmt: skip
-    """Draw a token per row, and say that it is in the first block of the vocabulary [N, B], which beats all others."""
+    """Samples a token per row, and reports it from the vocabulary's first block [N, B], which beats all others."""
     assert logits_cache is None, "the logits of drafts are not kept on a CPU"
     temperature = np.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
     local_max[:] = -np.inf
@@ -30,13 +30,13 @@ def gumbel_sample_on_cpu(
 
 
 def draw_tokens_on_cpu(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64: bool) -> Array:
-    """[N] int64: a token drawn from each row of logits, or the best one where temperature [N] is 0.
+    """[N] int64: a token sampled from each row of logits, or the best one where temperature [N] is 0.
 
     Args:
         logits: [N, V], divided by the temperature.
         seeds: [N] int64, of the requests.
-        pos: [N] int64, of the tokens that logits are for, which makes each draw of a request another one.
-        use_fp64: Draw with 64 bits instead of 32.
+        pos: [N] int64, positions of the tokens that logits are for, which make each sample of a request independent.
+        use_fp64: Sample with 64 bits instead of 32.
     """
     rows = np.flatnonzero(temperature)
     if len(rows) == len(logits):
@@ -72,7 +72,7 @@ def murmur3_hash_on_cpu(seeds: Array, pos: Array, vocab_size: int, domain: int =
         h ^= key
         h = ((h << np.uint32(13)) | (h >> np.uint32(19))) * np.uint32(5) + np.uint32(0xE6546B64)
     h = ((h << np.uint32(13)) | (h >> np.uint32(19)))[:, None] ^ _rotated_tokens_on_cpu(vocab_size)
-    h *= np.uint32(5)  # in place, for there may be millions
+    h *= np.uint32(5)  # in place: there may be millions
     h += np.uint32(0xE6546B64)
     h ^= np.uint32(16)
     shifted = h >> np.uint32(16)
@@ -86,7 +86,7 @@ def murmur3_hash_on_cpu(seeds: Array, pos: Array, vocab_size: int, domain: int =
 
 @cache
 def _rotated_tokens_on_cpu(vocab_size: int) -> Array:
-    """By token, what rotates in the last round: bits that are rotated and combined are combined and rotated."""
+    """By token, the rotated term of the last round: rotating combined bits equals combining rotated bits."""
     keys = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0xCC9E2D51)
     keys = ((keys << np.uint32(15)) | (keys >> np.uint32(17))) * np.uint32(0x1B873593)
     return (keys << np.uint32(13)) | (keys >> np.uint32(19))
@@ -94,13 +94,13 @@ def _rotated_tokens_on_cpu(vocab_size: int) -> Array:
 
 @kernel_on_cpu("sample.logprob:_topk_log_softmax_kernel")
 def topk_log_softmax_on_cpu(output: Tensor, logits: Tensor, topk_ids: Tensor) -> None:
-    """The log-probabilities [N, K] of these tokens [N, K]."""
+    """The log-probabilities [N, K] of tokens [N, K]."""
     torch.gather(logits.float().log_softmax(-1), 1, topk_ids, out=output)
 
 
 @kernel_on_cpu("sample.logprob:_ranks_kernel")
 def token_ranks_on_cpu(output: Tensor, logits: Tensor, token_ids: Tensor) -> None:
-    """How many tokens are as likely as each of these [N], or more likely."""
+    """How many tokens are at least as likely as each of token_ids [N]."""
     torch.sum(logits >= logits.gather(1, token_ids[:, None].long()), dim=1, out=output)
 
 
@@ -109,7 +109,7 @@ def fill_logprob_token_ids_on_cpu(
     out_token_ids: Tensor, out_valid_mask: Tensor, sampled_token_ids: Tensor, topk_indices: Tensor,
     expanded_idx_mapping: Tensor, num_per_req_token_ids: Tensor, per_req_token_ids: Tensor, num_topk: int,
 ) -> None:  # fmt: skip
-    """Of which tokens log-probabilities are due [N, 1 + K]: the sampled one, and its request's own list or the best."""
+    """Which tokens need log-probabilities [N, 1 + K]: the sampled one, and the request's own list or the best."""
     out_token_ids[:, 0], out_valid_mask[:, 0] = sampled_token_ids, True
     num_own = num_per_req_token_ids[expanded_idx_mapping]
     best = (num_own == 0).nonzero()[:, 0]
@@ -122,5 +122,5 @@ def fill_logprob_token_ids_on_cpu(
 
 @kernel_on_cpu("metrics.logits:_num_nans_kernel")
 def num_nans_on_cpu(logits: Tensor, num_nans: Tensor) -> None:
-    """How many logits of each row are not numbers."""
+    """How many logits of each row are NaN."""
     num_nans.copy_(logits.isnan().sum(-1))

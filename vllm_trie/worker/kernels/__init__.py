@@ -1,8 +1,8 @@
-"""Triton kernels of selection and reordering; for each there is a function in torch that it must equal.
+"""Triton kernels of selection and reordering; each must equal a function in torch.
 
-Nothing here waits for the device, and what a kernel computes depends on no schedule: no float atomics, no
-autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew where the alignment of an argument changes:
-tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
+Nothing here waits for the device, and no result depends on scheduling: no float atomics, no autotuning. So ranks of
+tensor parallelism agree. Triton recompiles a kernel where the alignment of an argument changes; tensors that are parts
+of packed ones, whose alignment changes with the batch, are excluded from this specialization.
 
 Each module ends with `warm_up_kernels`, which launches all its kernels in all variants that serving can launch;
 `worker.startup.warm_up` calls it.
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from vllm_trie.worker.kernels.tiles import KernelLogits
 
 
-CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for which look at all children of a row
-SLOTS = 4, 16, 32, 64  # of a group, that kernels are compiled for; of more a program would spill its group's keys
+CHILDREN = 16, 256, 4096  # of a node: sizes that kernels looking at all children of a row are compiled for
+SLOTS = 4, 16, 32, 64  # of a group: sizes that kernels are compiled for; more would spill the group's keys
 
 
 class KernelStepSizes(NamedTuple):
-    """Of a step of groups with equal rules."""
+    """The sizes of a step of groups with equal rules."""
 
     num_rows: int  # of each group
     vocab_size: int
-    most_children: int = 0  # of the nodes that rows are at, or more; 0: along no catalog
+    most_children: int = 0  # of any row's node, or an upper bound; 0: not along a catalog
 
     @staticmethod
     def of(beams: SearchBeams, vocab_size: int) -> KernelStepSizes:
-        """What rows carry that take it, and tokens of each row's logits."""
+        """From what the step's rows carry, and the vocabulary of their logits."""
         num_rows = beams.scores.shape[1]
         if not beams.states or (along := cast(ConstraintAlongItems | None, beams.sparse)) is None:
             return KernelStepSizes(num_rows, vocab_size)
         most = along.most_children(beams.length)
-        if num_rows <= SLOTS[-1] and most <= CHILDREN[-1]:  # then depths that are nearly alike have one plan
+        if num_rows <= SLOTS[-1] and most <= CHILDREN[-1]:  # so that similar depths have the same plan
             most = CHILDREN[bisect_left(CHILDREN, most)]
         return KernelStepSizes(num_rows, vocab_size, most)
 
@@ -52,23 +52,23 @@ class TakeStep(Protocol):
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
     ) -> PackedSearchStep:
-        """Take it.
+        """Takes the step.
 
         Args:
             logits: Of all rows of G groups, group after group.
-            beams: What these carry.
-            places: [G * r] int64, of rows in the batch.
+            beams: What the rows carry.
+            places: [G * r] int64, the rows' indices in the batch.
             sampled: [batch, ...] int64, receives the newest token of every row.
         """
 
 
 class KernelVariants(NamedTuple):
-    """What the variants of kernels that an engine launches depend on."""
+    """What determines the kernel variants that an engine launches."""
 
     tokens: torch.Tensor  # [slots, length] int32
     most_beams: int  # of a group
     logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
-    draft_logits: tuple[torch.Tensor, ...] = ()  # likewise, of a draft model
+    draft_logits: tuple[torch.Tensor, ...] = ()  # the same of a draft model
 
     @property
     def device(self) -> torch.device:

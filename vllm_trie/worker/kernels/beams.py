@@ -1,8 +1,8 @@
-"""What rows of groups carry, on its way into a step that is a CUDA graph, and out of it: a launch each.
+"""Copies what rows of groups carry into a step that is a CUDA graph, and out of it: one launch each.
 
-A graph reads and writes where it did when it was captured; what a group carries lies where the group has it. So a graph
-begins by taking it up from there, and ends by putting down what follows. Where that is, and what else it has to know of
-rows, it reads from two tables that stay where they are, see `KernelBeamTables`.
+A graph reads and writes at the addresses of its capture; what a group carries is stored by the group. So a graph begins
+by copying it in, and ends by copying out the next beams. The addresses, and whatever else it must know of rows, are in
+two tables at fixed addresses, see `KernelBeamTables`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LENGTHS, MOVED, SCORES, STATES, NEXT_SCORES, NEXT_TOKENS, NEXT_STATES = map(tl.c
 
 
 class KernelBeamTables(NamedTuple):
-    """What a graph has to know of R rows of G groups.
+    """What a graph must know of R rows of G groups.
 
     Args:
-        rows: [7, R] int64, as `OF_ROW` names them: what `KVFork.rows` has, which of the logits are the row's, its place
-            in the batch, and where its logits are. The lengths and the last are the graph's own to write.
-        groups: [7, G] int64, as `OF_GROUP` names them: tokens of each history, to which the graph adds one; by how much
-            the logits have moved since it was captured, in their units; and the addresses of what rows carry, and of
-            what they are to carry next.
+        rows: [7, R] int64, named by `OF_ROW`: the fields of `KVFork.rows`, which of the logits are the row's, its place
+            in the batch, and where its logits are. The graph itself writes the lengths and the last field.
+        groups: [7, G] int64, named by `OF_GROUP`: tokens of each history, to which the graph adds one; by how much the
+            logits have moved since the capture, in their units; and the addresses of what rows carry now, and of what
+            they carry next.
         scale: Units from one row of the logits to the next.
     """
 
@@ -43,19 +43,19 @@ class KernelBeamTables(NamedTuple):
 
     @property
     def named_rows(self) -> dict[str, torch.Tensor]:
-        """[R] each."""
+        """The rows of `rows` by name, [R] each."""
         return dict(zip(OF_ROW, self.rows, strict=True))
 
 
 class KernelBeams(NamedTuple):
-    """What rows carry: [G, r] float32 scores, and [G, r] int64 states where they go along a catalog."""
+    """What rows carry: [G, r] float32 scores, and [G, r] int64 states where they follow a catalog."""
 
     scores: torch.Tensor
     states: torch.Tensor | None = None
 
 
 def launch_take_up_beams(tables: KernelBeamTables, carried: KernelBeams) -> None:
-    """Write what rows carry to `carried`, and what the tables leave to the graph."""
+    """Copies what rows carry into `carried`, and fills in what the tables leave to the graph."""
     num_groups, num_rows = carried.scores.shape
     _take_up_beams_kernel[cdiv(num_rows, PART), num_groups](*tables, num_rows, *carried, part=PART)
 
@@ -63,14 +63,14 @@ def launch_take_up_beams(tables: KernelBeamTables, carried: KernelBeams) -> None
 def launch_put_down_beams(
     tables: KernelBeamTables, going: KernelBeams, tokens: torch.Tensor, words: torch.Tensor, decided: torch.Tensor
 ) -> None:
-    """Write what b slots of each group carry to where the group has it; each history is then a token longer.
+    """Copies what b slots of each group carry to the group's own tensors, and makes each history one token longer.
 
     Args:
         tables: See `KernelBeamTables`.
         going: What they carry.
         tokens: [G, b] int64, their newest.
-        words: [G, n] int32, the step, packed.
-        decided: [G, n], where that is copied to.
+        words: [G, n] int32, the packed step.
+        decided: [G, n], receives a copy of `words`.
     """
     (num_groups, width), count = going.scores.shape, words.shape[1]
     _put_down_beams_kernel[cdiv(max(width, count), PART), num_groups](
@@ -115,7 +115,7 @@ def _put_down_beams_kernel(groups, width, scores, states, tokens, words, decided
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Let a row carry what it carries, along a catalog and not."""
+    """Copies one row in and out, with and without a catalog."""
     device = serving.device
     scores, words, decided = (torch.zeros(1, 1, dtype=of, device=device) for of in (torch.float32, *[torch.int32] * 2))
     states, tokens = torch.zeros(2, 1, 1, dtype=torch.int64, device=device)

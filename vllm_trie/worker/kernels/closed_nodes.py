@@ -1,4 +1,4 @@
-"""What is closed to searches along a catalog; `search.constraints.closed_nodes` has it in torch."""
+"""What searches along a catalog exclude; `search.constraints.closed_nodes` has it in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PART_BITS = tl.constexpr(catalog.PART_BITS)
 
 @triton.jit
 def read_states_in_kernel(state, closed):
-    """The nodes of rows, and where the closed nodes of their searches begin, in parts; 0 where nothing is excluded."""
+    """The nodes of rows, and the parts at which their searches' closed nodes begin; 0 where nothing is excluded."""
     node, part = state, state * 0
     if closed is not None:
         node, part = state & PLACE_MASK, state >> PART_BITS
@@ -30,7 +30,7 @@ def kinds_in_kernel(node, exists, part, closed, num_closed, num_bits):
 
     Args:
         closed: [num_closed] `ClosedNodes.codes`; None: nothing is excluded.
-        num_bits: With which the codes of a search are counted.
+        num_bits: In how many bits the codes of a search are counted.
     """
     kind = (node * 0).to(tl.int32)
     if closed is not None:

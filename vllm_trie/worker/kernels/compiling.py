@@ -1,4 +1,4 @@
-"""Compiles kernels on all cores, before they are launched for the first time; one by one they would take a minute."""
+"""Compiles kernels on all cores before their first launch; one by one they would take a minute."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def compile_kernels_together(launch: Callable[[], None]) -> int:
-    """Compile all kernels of ours that a function launches, in the variants in which it launches them.
+    """Compiles all kernels of this package that a function launches, in the variants in which it launches them.
 
-    None of them is launched, so `launch` must not depend on what they write. Where Triton interprets, nothing is done.
+    None of them runs, so `launch` must not depend on what they write. Does nothing where Triton interprets kernels.
 
     Returns:
         How many variants were new.
@@ -32,7 +32,7 @@ def compile_kernels_together(launch: Callable[[], None]) -> int:
         return stock(kernel, *args, warmup=warmup or _is_our_kernel(kernel.module), **kwargs)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Returns whether Triton shall not compile it."""
+        """Returns whether Triton must not compile it."""
         if is_ours := _is_our_kernel(fn.module):
             wanted[fn.jit_function, compile["key"]] = compile["specialization_data"]
         return is_ours
@@ -40,8 +40,8 @@ def compile_kernels_together(launch: Callable[[], None]) -> int:
     with patch.object(JITFunction, "run", run), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         launch()
-    device = driver.active  # each thread has a current one of its own, for which it compiles
-    with ThreadPoolExecutor(  # LLVM and ptxas run beside each other
+    device = driver.active  # each thread has its own current device, for which it compiles
+    with ThreadPoolExecutor(  # LLVM and ptxas run in parallel
         len(os.sched_getaffinity(0)),
         initializer=device.set_current_device,
         initargs=(device.get_current_device(),),

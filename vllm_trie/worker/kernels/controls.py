@@ -1,6 +1,6 @@
-"""Rows whose logits processors change: what processors read of them, and what rows take over of others, a launch each.
+"""For rows with logits processors: reads what processors need, and copies counts when rows fork, one launch each.
 
-In torch `worker.select.select` has the one, and `worker.rows.rows` the other.
+In torch `worker.select.select` does the former, and `worker.rows.rows` the latter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.launches import cdiv
 
-TILE = 256  # rows of which one program reads the newest tokens
+TILE = 256  # rows whose newest tokens one program reads
 COUNTS_TILE = 4096  # counts that one program copies
 
 
@@ -24,8 +24,8 @@ def launch_take_newest(
     """Position and id of the newest token before some logits.
 
     Args:
-        at: [N] int64, which logits of the batch.
-        logits_indices: [logits] int64, which token of the batch each comes from.
+        at: [N] int64, indices of these logits in the batch.
+        logits_indices: [logits] int64, the batch's token that each of the logits follows.
         positions: [tokens] int64.
         input_ids: [tokens] int32.
 
@@ -39,7 +39,7 @@ def launch_take_newest(
 
 
 def launch_reorder_counts(rows: KVFork, counts: torch.Tensor) -> None:
-    """Let rows take over how often each token has come.
+    """Copies to rows how often each token has occurred in the histories that they continue.
 
     Args:
         rows: R of them.
@@ -84,7 +84,7 @@ def _reorder_counts_kernel(rows, parents, num_rows, counts, counts_stride, vocab
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Let processors read of one row, which continues itself."""
+    """Reads the newest token of one row, which continues itself."""
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=serving.device)
     launch_take_newest(nothing[0], nothing[0], nothing[0], nothing[0].int())
     counts = torch.zeros(1, 1, dtype=torch.int32, device=serving.device)

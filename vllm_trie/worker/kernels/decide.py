@@ -1,10 +1,10 @@
-"""What a step decides, by order keys: what goes on, in which slots, and what finishes. A program per group.
+"""Decides a step from order keys: what goes on, in which slots, and what finishes. One program per group.
 
-Keys are in two lists: of what goes on, and of what may finish. They come from wherever rows are ranked, by all tokens
-or along a catalog. Of few beams a group's program first puts in order what its rows have kept. Of many, keys are in
-order, and as many programs as a group has parts of slots have found the first child of each slot. Then the program
-walks through slots and continuations once, part after part: the n-th of the other children takes the n-th slot whose
-beam has none. `search.strategies.best` and `search.rank` have it in torch.
+Keys are in two lists: what goes on, and what may finish. They come from any ranking of rows, over all tokens or along a
+catalog. With few beams, a group's program first sorts what its rows have kept. With many, keys are sorted already, and
+as many programs as a group has parts of slots have found the first child of each slot. Then the program walks through
+slots and continuations once, part after part: the n-th of the other children takes the n-th slot whose beam has no
+child. `search.strategies.best` and `search.rank` have it in torch.
 """
 
 from __future__ import annotations
@@ -30,53 +30,50 @@ from vllm_trie.worker.kernels.order_keys import (
 from vllm_trie.worker.kernels.tiles import KernelRanking
 from vllm_trie.worker.launches import cdiv
 
-SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # of many, that a program compares with each other
-PART = 1024  # slots or continuations of many beams, that a program takes at a time
-KEYS_AT_A_TIME = 1024  # of few, that it puts in order
-NUM_WARPS = 8  # of many
-ROOM = tl.constexpr(6)  # that a group of few beams needs, in keys per slot
-SEMANTICS = (
-    BestStrategy("hf"),
-    BestStrategy("tridecode"),
-    BestStrategy("vllm"),
-)  # what says which hypotheses finish; in kernels by number
+SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # with many beams, that a program compares with each other
+PART = 1024  # slots or continuations of many beams, in one iteration of a program
+KEYS_AT_A_TIME = 1024  # with few beams, that a program sorts at a time
+NUM_WARPS = 8  # with many beams
+ROOM = tl.constexpr(6)  # keys of scratch space per slot, for a group of few beams
+# Which hypotheses finish; kernels take the index.
+SEMANTICS = BestStrategy("hf"), BestStrategy("tridecode"), BestStrategy("vllm")
 HF, VLLM = tl.constexpr(SEMANTICS.index(BestStrategy("hf"))), tl.constexpr(SEMANTICS.index(BestStrategy("vllm")))
 
 
 def kernel_slots_of(width: int) -> int:
-    """What kernels are compiled for that take steps of so many beams."""
+    """The number of slots that kernels are compiled for, for steps of `width` beams."""
     return next(slots for slots in SLOTS if slots >= width)
 
 
 def kernel_slots_up_to(most_beams: int) -> list[int]:
-    """All that searches of so many beams at most are compiled for."""
+    """All numbers of slots that searches of at most `most_beams` beams need."""
     return [slots for below, slots in zip((0, *SLOTS), SLOTS, strict=False) if below < most_beams]
 
 
 def kernel_sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
-    """What kernels that select are compiled for: groups of so many slots, and as many rows at most; keys of each."""
+    """The sizes that selecting kernels are compiled for: at most `slots` slots and rows, with `per_row` keys each."""
     lanes = slots * per_row
     return {"per_row": per_row, "lanes": lanes, "at_a_time": min(lanes, KEYS_AT_A_TIME), "slots": slots, "part": slots}
 
 
 def kernel_sizes_to_select_of_many() -> dict[str, int]:
-    """The same where groups have more slots: keys are in order."""
+    """`kernel_sizes_to_select` for groups of more slots, whose keys are sorted."""
     return {"per_row": 0, "lanes": 0, "at_a_time": 0, "slots": 0, "part": PART}
 
 
 def warps_to_select(lanes: int) -> int:
-    """Warps of a program that puts so many keys in order."""
+    """Warps of a program that sorts `lanes` keys."""
     return 4 if lanes <= 1024 else 8 if lanes <= 4096 else 16
 
 
 class KernelDecision:
-    """Decides by keys; what depends on none of them is known before.
+    """Decides from keys; everything that depends on no keys is computed ahead.
 
     Args:
         rules: Of the step.
-        num_rows: Of each group.
-        layout: Of what is decided.
-        ranking: Whence keys come; in order, if it keeps none of each row.
+        num_rows: Rows of each group.
+        layout: The layout of the decision.
+        ranking: Where keys come from; sorted, if it keeps none of each row.
     """
 
     def __init__(self, rules: SearchRules, num_rows: int, layout: SearchResultLayout, ranking: KernelRanking) -> None:
@@ -86,7 +83,7 @@ class KernelDecision:
         self._of_few = num_rows * kept, kept, slots, slots.bit_length()
         self._sizes = kernel_sizes_to_select(slots, slots) if kept else kernel_sizes_to_select_of_many()
         self._num_warps = warps_to_select(self._sizes["lanes"]) if kept else NUM_WARPS
-        if rules.are_sparse:  # the best may finish, however they rank among what goes on
+        if rules.are_sparse:  # the best may finish, whatever goes on
             ending, semantics, is_last = 0 if rules.stops.are_barred else self._most, VLLM.value, False
         else:
             ending = rules.width if rules.stops.ending_token_ids else 0
@@ -103,14 +100,14 @@ class KernelDecision:
         nodes: tuple[torch.Tensor | int | None, ...] = (*(None,) * 5, 0, 0),
         along: Constraint | None = None,
     ) -> PackedSearchStep:
-        """Say what finishes, and what goes on in which slot, of what is ranked.
+        """Decides what finishes, and what goes on in which slot, among ranked continuations.
 
         Args:
-            keys: In two lists: of few beams [2, R, kept], of many [2, G, K].
+            keys: In two lists: for few beams [2, R, kept], for many [2, G, K].
             places, sampled: See `TakeStep`.
-            nodes: Of a catalog: where rows are, first children of nodes, their tokens, which are items, and what is
-                closed, see `kinds_in_kernel`.
-            along: This catalog.
+            nodes: Of a catalog: the rows' nodes, first children, tokens, which nodes are items, and what is closed, see
+                `kinds_in_kernel`.
+            along: The catalog.
         """
         num_groups, device = len(places) // self._num_rows, keys.device
         if self._slots:
@@ -133,16 +130,16 @@ class KernelDecision:
 
 
 def launch_find_first_children(keys: torch.Tensor, num_places: int, width: int, most: int) -> torch.Tensor:
-    """Find the first child of each slot.
+    """Finds the first child of each slot.
 
     Args:
-        keys: [G, K] int64, order keys of what goes on, in order.
-        num_places: Of each row.
+        keys: [G, K] int64, order keys of what goes on, sorted.
+        num_places: Places of each row.
         width: Slots, b.
-        most: Continuations that go on at most.
+        most: The most continuations that go on.
 
     Returns:
-        [G, 2, b] int32: by slot, the rank of the first continuation that goes on, K if there is none; and room.
+        [G, 2, b] int32: by slot, the rank of its first continuation that goes on, K if none does; and scratch space.
     """
     num_groups, count = keys.shape
     first_child = torch.empty(num_groups, 2, width, dtype=torch.int32, device=keys.device)
@@ -155,7 +152,7 @@ def launch_find_first_children(keys: torch.Tensor, num_places: int, width: int, 
 
 @triton.jit
 def continuations_in_kernel(keys, rank, count, num_places):
-    """Of ranks: parents, places in their rows, and scores, -inf where there is none."""
+    """Parents, places in their rows, and scores of the continuations at ranks; scores are -inf where there is none."""
     key = tl.load(keys + rank, mask=rank < count, other=LAST_KEY)
     exists = key < LAST_KEY
     place = tl.where(exists, key % KEY_UNIT, 0)
@@ -166,7 +163,7 @@ def continuations_in_kernel(keys, rank, count, num_places):
 
 @triton.jit
 def going_on_in_kernel(score, num_living, most):
-    """Which continuations go on, `num_living` living ones being before them; and how many live then."""
+    """Which continuations go on after `num_living` earlier ones; and how many live then."""
     lives = (score > float("-inf")).to(tl.int32)
     is_going = (lives == 1) & (num_living + tl.cumsum(lives, axis=0) <= most)
     return is_going, num_living + tl.sum(lives, axis=0)
@@ -174,7 +171,7 @@ def going_on_in_kernel(score, num_living, most):
 
 @triton.jit
 def first_children_in_kernel(slot, keys, count, num_places, most, part: tl.constexpr):
-    """The rank of the first continuation of each of some slots that goes on; `count` if there is none."""
+    """The rank of the first continuation of each slot that goes on; `count` if none does."""
     first = slot * 0 + count
     start, num_living = 0, 0
     while (start < count) & (num_living < most):
@@ -202,11 +199,10 @@ def in_order_in_kernel(
     keys, from_list_to_list, kept, num_rows, going, ending, num_bits, num_places, order, per_row: tl.constexpr,
     lanes: tl.constexpr, at_a_time: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """Put the first keys of both lists of a group in order, and find first children; see `first_of_lists_in_kernel`.
+    """Sorts the first keys of both lists of a group, and finds first children; see `first_of_lists_in_kernel`.
 
     Args:
-        order: `ROOM` times room for `slots`: of which two are room, then come what goes on, what may finish, and first
-            children.
+        order: `ROOM` times `slots`: twice that scratch space, then what goes on, what may finish, and first children.
     """
     first_of_lists_in_kernel(
         keys, from_list_to_list, kept, num_rows, going, ending, num_bits, order, per_row, lanes, at_a_time, slots
@@ -219,7 +215,7 @@ def in_order_in_kernel(
 
 @triton.jit
 def list_dead_in_kernel(first_child, dead, width, count, part: tl.constexpr):
-    """Write which slots of a group have no child, one after the other."""
+    """Writes which slots of a group have no child, one after the other."""
     num_dead = 0
     for start in range(0, width, part):
         slot = start + tl.arange(0, part)
@@ -230,10 +226,10 @@ def list_dead_in_kernel(first_child, dead, width, count, part: tl.constexpr):
 
 @triton.jit
 def slots_in_kernel(rank, parent, is_going, first_child, dead, num_others):
-    """Which slots continuations take that go on; and how many go on, these among them, that are no first children.
+    """The slots of continuations that go on; and how many that are not first children go on, these included.
 
     Args:
-        num_others: Those before them.
+        num_others: How many such others went on before these.
     """
     is_first = tl.load(first_child + parent, mask=is_going, other=0) == rank
     is_other = (is_going & (is_first == 0)).to(tl.int32)
@@ -254,7 +250,7 @@ def num_before_in_kernel(keys, others, count, num_bits):
 
 @triton.jit
 def nodes_in_kernel(parent, child, score, states, first_node, closed):
-    """Nodes that continuations along a catalog lead to, the root where there is none; and of which search they are."""
+    """Catalog nodes that continuations lead to, the root where there is none; and the parts of their searches."""
     node, part = read_states_in_kernel(tl.load(states + parent), closed)
     return tl.where(score > float("-inf"), tl.load(first_node + node) + child, 0), part
 
@@ -264,7 +260,7 @@ def put_beams_in_kernel(
     slot, parent, token, score, mask, first, next_parents, next_tokens, next_scores, words, num_ints, num_beams, places,
     num_placed, sampled, sampled_stride,
 ):  # fmt: skip
-    """Write beams to slots of a group: as tensors, in a step that is packed, and as the newest tokens of rows."""
+    """Writes beams to slots of a group: as tensors, in the packed step, and as the newest tokens of rows."""
     parent += first
     tl.store(next_parents + slot, parent.to(tl.int64), mask=mask)
     tl.store(next_tokens + slot, token.to(tl.int64), mask=mask)
@@ -279,7 +275,7 @@ def put_beams_in_kernel(
 
 @triton.jit
 def put_ended_in_kernel(at, parent, token, score, mask, first, ended, num_ended, ended_with):
-    """Write what finishes to its places, in a step that is packed."""
+    """Writes what finishes to its places in the packed step."""
     tl.store(ended + at, parent + first, mask=mask)
     tl.store(ended + num_ended + at, token, mask=mask)
     tl.store(ended_with + at, score.to(tl.int32, bitcast=True), mask=mask)
@@ -292,24 +288,24 @@ def decide_in_kernel(
     next_tokens, next_scores, words, num_ints, num_beams, places, num_placed, sampled, sampled_stride, ended,
     most_ended, num_ended, ended_with, part: tl.constexpr,
 ):  # fmt: skip
-    """Decide for one group, and write it.
+    """Decides for one group, and writes the decision.
 
     Args:
-        going: [count] keys in order, of what goes on.
-        ending: [count] likewise, of what may finish; read if `may_end`.
+        going: [count] sorted keys of what goes on.
+        ending: [count] sorted keys of what may finish; read if `may_end`.
         num_bits: Of `count`.
-        num_places: Of each row.
-        num_rows: Of the group, of which its slots continue one each, or all the only one.
+        num_places: Places of each row.
+        num_rows: Rows of the group; each slot continues its own row, or all the only one.
         width: Slots.
-        most: Continuations that go on at most.
+        most: The most continuations that go on.
         first_child: [width], by slot; `count` if there is none.
-        dead: [width], room.
+        dead: [width], scratch space.
         states: [num_rows], nodes of a catalog; None: places are tokens, and all that may finish does.
-        first: The group's first slot and row, if a search has more groups.
+        first: The group's first slot and row, if a search has several groups.
         words: Where the group's first beam is packed, of `num_beams` of a search; floats follow `num_ints`.
         places: Of rows in the batch, from `first` on; `num_placed` of them.
-        ended: Where what finishes is packed, `most_ended` of the group and `num_ended` of a search; and by `ended_with`
-            its scores.
+        ended: Where what finishes is packed, `most_ended` of the group and `num_ended` of a search; its scores go to
+            `ended_with`.
     """
     of_beams, of_ended = (next_parents, next_tokens, next_scores), (first, ended, num_ended, ended_with)
     of_words, of_rows = (words, num_ints, num_beams), (places, num_placed, sampled, sampled_stride)
@@ -387,15 +383,15 @@ def _select_kernel(
     next_scores, words, num_words, num_ints, num_ended, places, sampled, sampled_stride, per_row: tl.constexpr, lanes:
     tl.constexpr, at_a_time: tl.constexpr, slots: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
-    """Say of each group what finishes, and what goes on in which slot: a program per group.
+    """Decides for each group what finishes, and what goes on in which slot: a program per group.
 
     Args:
-        keys: Of many beams [2, G, count], in order; of few [2, G, num_rows, kept].
-        of_group: How many a list has of each group.
-        room: Of many [G, 2, width] int32, with first children; of few [G, `ROOM` * slots] int64.
-        going: Continuations that go on at most.
-        ending: Of what may finish, as many as are put in order; 0: nothing may.
-        num_key_bits: Of order keys, as far as they go.
+        keys: For many beams [2, G, count], sorted; for few [2, G, num_rows, kept].
+        of_group: Keys of a list per group.
+        room: For many [G, 2, width] int32, with first children; for few [G, `ROOM` * slots] int64.
+        going: The most continuations that go on.
+        ending: How many that may finish are sorted; 0: nothing may.
+        num_key_bits: Bits of order keys that are in use.
     """
     group = tl.program_id(0).to(tl.int64)
     from_list_to_list = tl.num_programs(0) * of_group

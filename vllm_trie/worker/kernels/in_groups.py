@@ -1,8 +1,8 @@
 """A step of group beam search, in three launches; `search.strategies.in_groups` has it in torch.
 
-All rows are ranked at once, as if no group avoided anything. A penalty takes off the tokens of earlier groups alone, of
-which there are fewer than beams: so of each row that many more continuations are kept. One program per search then
-walks its groups, one after the other, and ranks what their rows have kept anew, less the penalties.
+All rows are ranked at once, as if no group avoided anything. A penalty only affects tokens of earlier groups, of which
+there are fewer than beams: so that many more continuations are kept of each row. One program per search then walks its
+groups, one after the other, and ranks what their rows have kept again, less the penalties.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from vllm_trie.worker.kernels.tiles import (
     logprobs_in_kernel,
 )
 
-KEPT = 16, 64  # continuations of a row, of what goes on and what ends, that kernels are compiled for
-NO_TOKEN = tl.constexpr(-1)  # in the place of a token that no beam took
+KEPT = 16, 64  # continuations of a row, of what goes on and what ends: sizes that kernels are compiled for
+NO_TOKEN = tl.constexpr(-1)  # in place of a token that no beam took
 
 
 def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
-    """Whether a step by these rules is taken here; else torch takes it."""
+    """Whether kernels take a step by these rules; otherwise torch does."""
     return (
         isinstance(rules.strategy, DiverseGroupsStrategy)
         and (rules.pruning, rules.constraints, rules.num_logprobs) == (NO_PRUNING, (), None)
@@ -68,7 +68,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
 
 
 class KernelStepInGroups(TakeStep):
-    """Takes a step by such rules."""
+    """Takes a step by rules that `can_take_by_kernels` accepts."""
 
     def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         strategy, self._num_beams = cast(DiverseGroupsStrategy, rules.strategy), rules.width
@@ -76,7 +76,7 @@ class KernelStepInGroups(TakeStep):
         width, may_end = rules.width // strategy.number, bool(rules.stops.ending_token_ids)
         self._rows_of_group = min(sizes.num_rows, width)
         kept = next(kept for kept in KEPT if kept >= rules.width)
-        # As many of each row as its group takes, and as earlier groups may have taken.
+        # As many of each row as its group takes, plus as many as earlier groups may have taken.
         wanted = Wanted(rules.width, kept, rules.filters, BOTH if may_end else BOTH[:1])
         self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
         self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
@@ -114,7 +114,7 @@ def less_penalties_in_kernel(
     keys, to, num_lists, from_list_to_list, num_keys, logits, index, stride, vocab_size, classes, temperature, normal,
     scores, taken, num_taken, penalty, is_done, lanes: tl.constexpr, at_a_time: tl.constexpr,
 ):  # fmt: skip
-    """Rank the continuations of a group's rows anew, less what each time costs that its token is among `taken`."""
+    """Ranks the continuations of a group's rows again, less the penalty for each time that a token is in `taken`."""
     for start in range(0, num_lists * lanes, at_a_time):
         of_part = tl.arange(0, at_a_time)
         lane = start % lanes + of_part
@@ -150,10 +150,10 @@ def _select_in_groups_kernel(
 
     Args:
         keys: [L, R, per_row] of the rows of all searches, as if nothing was taken; two lists if anything may end.
-        most: Of each group, continuations that go on at most.
-        num_ended: Of all groups of a search, what may finish at most.
+        most: The most continuations that go on, of each group.
+        num_ended: The most that may finish, of all groups of a search.
         room: [searches, `ROOM` * slots + 2 * lanes].
-        taken: [searches, b], room for the tokens that beams take.
+        taken: [searches, b], scratch space for the tokens that beams take.
     """
     search, slot, num_beams = tl.program_id(0).to(tl.int64), tl.arange(0, slots), num_groups * width
     first_row, by_slot, of_group = search * num_rows, search * num_beams, num_ended // num_groups
@@ -191,7 +191,7 @@ def _select_in_groups_kernel(
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Take a step for each number of slots, of searches and of their groups."""
+    """Takes a step for each number of slots, of searches and of their groups."""
     nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
     own = SearchBeams(torch.zeros(1, 1, device=serving.device))
     for logits in serving.logits:

@@ -1,8 +1,8 @@
 """The best continuations along a catalog; `search.strategies.best_continuations` has it in torch.
 
-Rows have few continuations there: the children of a node. Kernels look at the logits of these alone. What goes on, as
-it has children itself, and what may finish are two lists, which the same launches rank. Of few beams one program per
-row finds the best children, in one launch. Of many, or of nodes with many children, the best K tiles of all rows'
+Rows have few continuations: the children of a node. Kernels read only the logits of these. What goes on, because it has
+children itself, and what may finish are two lists, which the same launches rank. For few beams, one program per row
+finds the best children, in one launch. For many, or for nodes with many children, the best K tiles of all rows'
 children hold the best K, as in `wide_keys`: two launches, and two of `torch.topk`.
 """
 
@@ -57,13 +57,13 @@ from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 KEPT = tl.constexpr(MOST_PER_ROW)  # keys of a row for which there is room
 NUM_BITS = SCORE_BITS + PLACE_BITS  # of an order key
-CHILDREN_AT_A_TIME = 256  # of many, that a program looks at
+CHILDREN_AT_A_TIME = 256  # with many beams, in one iteration of a program
 WARPS_TO_RANK = 4
 NO_LEVEL = None, 0, 0  # logits are of all tokens
 
 
 def kernels_take_items_alone(rules: SearchRules) -> bool:
-    """Whether beams go along a catalog, each one item, and nothing else bounds or reports what rows take."""
+    """Whether each beam follows a catalog to one item, and nothing else bounds or reports what rows take."""
     items = rules.items
     is_one_item = items is not None and (items.is_plain or items.needs_level_alone)
     return is_one_item and (rules.constraints, rules.num_logprobs) == ((items,), None)
@@ -75,18 +75,18 @@ def kernels_renormalise(rules: SearchRules) -> bool:
 
 
 def kernel_level_of(logits: KernelLogits) -> torch.Tensor:
-    """[V] int64, which tokens logits are of, where rows are normalised among their children."""
+    """[V] int64, the tokens that logits are for, where rows are normalised among their children."""
     return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
 
 
 def kernel_variants_of_logits(rules: SearchRules, logits: torch.Tensor) -> list[torch.Tensor]:
-    """Logits [N, V], and those of a level if kernels may take them by these rules, which are as far apart as these."""
+    """Logits [N, V] and, if kernels may take a level's logits by these rules, logits with such a stride."""
     items = rules.items
     return [logits, *([logits.new_zeros(1, LEVEL_UNIT)] if items is not None and items.needs_level_alone else [])]
 
 
 def _level_arguments(level: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
-    """What kernels take of it: how many tokens, and with how many bits they are counted."""
+    """What kernels take of a level: it, how many tokens it has, and in how many bits they are counted."""
     return level, len(level), len(level).bit_length()
 
 
@@ -110,7 +110,7 @@ def rank_items_of_few_by_kernel(sizes: KernelStepSizes, count: int, log_min_p: f
 
 
 def warps_to_rank_items(children: int, excludes: bool) -> int:
-    """More where what is closed of many children is known, too: else it would spill."""
+    """More if closed nodes are looked up among many children, which would spill otherwise."""
     return WARPS_TO_RANK * (2 if excludes and children == CHILDREN[-1] else 1)
 
 
@@ -145,13 +145,13 @@ def rank_items_of_many_by_kernels(sizes: KernelStepSizes, count: int, log_min_p:
 
 
 def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]:
-    """What `_rank_items_kernel` is compiled for."""
+    """The sizes that `_rank_items_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "children": children}
 
 
 @triton.jit
 def item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_child):
-    """Order keys of children that have a way on, and of all."""
+    """Order keys of children that have a way on, and of all children."""
     logprob = tl.where(logprob < least, float("-inf"), logprob)
     own = tl.where(exists, order_key_in_kernel(logprob + score, place), LAST_KEY)
     begin = tl.load(first_child + node, mask=exists, other=0)
@@ -161,14 +161,14 @@ def item_keys_in_kernel(node, exists, kind, place, logprob, least, score, first_
 
 @triton.jit
 def children_in_kernel(node, exists, part, closed, num_closed, closed_bits):
-    """Which children of a row's node there are that are not closed, and what else is closed there."""
+    """Which children of a row's node exist and are not closed, and what else is closed at them."""
     kind = kinds_in_kernel(node, exists, part, closed, num_closed, closed_bits)
     return exists & (kind != IS_CLOSED), kind
 
 
 @triton.jit
 def places_in_kernel(node, exists, node_tokens, level, num_level, level_bits):
-    """Where the logits of nodes are in a row: at their tokens, or where these are in a level [num_level]."""
+    """Where the logits of nodes are in a row: at their tokens, or at the tokens' places in a level [num_level]."""
     place = tl.load(node_tokens + node, mask=exists, other=0)
     if level is not None:
         token, place = place, place * 0
@@ -181,14 +181,14 @@ def places_in_kernel(node, exists, node_tokens, level, num_level, level_bits):
 
 @triton.jit
 def child_logits_in_kernel(values, place, exists, vocab_size, classes, temperature):
-    """Logits of a row's children, -inf for what is none, or may not be taken."""
+    """Logits of a row's children; -inf where there is none, or it may not be taken."""
     own = tl.load(classes + place, mask=exists & (place < vocab_size), other=NOT_ALLOWED).to(tl.int32)
     return tl.where(own != NOT_ALLOWED, logits_in_kernel(values, place, vocab_size, temperature), float("-inf"))
 
 
 @triton.jit
 def sum_in_kernel(logit, highest):
-    """Of exponentials of what is left when `highest` is subtracted."""
+    """The sum of exponentials of logits less `highest`."""
     return tl.sum(tl.exp(logit - tl.where(highest == float("-inf"), 0.0, highest)), axis=0)
 
 
@@ -237,7 +237,7 @@ def _rank_items_kernel(
 
 
 def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
-    """What `_rank_item_tiles_kernel` is compiled for."""
+    """The sizes that `_rank_item_tiles_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
 
 
@@ -252,7 +252,7 @@ def _rank_item_tiles_kernel(
     num_places, log_min_p, states, first_child, node_tokens, closed, num_closed, closed_bits, level, num_level,
     level_bits, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
-    """The keys of the best of each tile of children of a row's node that have children themselves, and of all.
+    """The best keys of each tile of a row's children: of those that have children themselves, and of all.
 
     A program per row.
 
@@ -330,7 +330,7 @@ def _rank_items_of_tiles_kernel(
     num_rows, num_places, states, first_child, node_tokens, closed, num_closed, closed_bits, level, num_level,
     level_bits, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
+    """Makes order keys of the children in chosen tiles: programs per part of these and list of a group."""
     number = tl.program_id(1).to(tl.int64)
     place_of_best, child, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tile, lanes)
     place = place_of_best // tile * tile + child

@@ -1,6 +1,6 @@
-"""Order keys in kernels: how they are made, which are the first of many, and in what order.
+"""Order keys in kernels: makes them, selects the first of many, and sorts them.
 
-`search.rank` has them in torch: int64, lower for a better score and, where scores are equal, for a lower place.
+`search.rank` has them in torch: int64, lower for a better score and, for equal scores, for a lower place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCORE_BITS, PLACE_BITS = tl.constexpr(NUM_SCORE_BITS), tl.constexpr(SCORE_UNIT.b
 
 @triton.jit
 def order_key_in_kernel(score, place):
-    """As `search.rank` has it: lower for a better score and, where scores are equal, for a lower place."""
+    """As in `search.rank`: lower for a better score and, for equal scores, for a lower place."""
     return tl.abs(score).to(tl.int32, bitcast=True).to(tl.int64) * KEY_UNIT + place
 
 
@@ -29,9 +29,9 @@ def key_score_in_kernel(key):
 
 @triton.jit
 def cutoff_in_kernel(keys, count, num_bits):
-    """The `count`-th of order keys, all different; more than any but `LAST_KEY`, and at once, if there are no more.
+    """The `count`-th of distinct order keys; if there are no more, at once a key above all but `LAST_KEY`.
 
-    Bit by bit, so that it takes as long for many as for few. `num_bits`: of scores, and of places as far as they go.
+    Bit by bit, so its time does not depend on `count`. `num_bits`: of scores, plus the bits of places that are in use.
     """
     found, has_more = tl.sum(keys * 0, axis=0), tl.sum((keys < LAST_KEY).to(tl.int32), axis=0) > count
     for at in range(tl.where(has_more, num_bits, 0)):
@@ -44,7 +44,7 @@ def cutoff_in_kernel(keys, count, num_bits):
 
 @triton.jit
 def nth_score_in_kernel(scores, count):
-    """The `count`-th best of scores, repeats counted; no number if fewer of them are numbers. Bit by bit, likewise."""
+    """The `count`-th best of scores, including repeats, bit by bit; NaN if fewer of them are numbers."""
     bits, found = tl.abs(scores).to(tl.int32, bitcast=True), tl.sum((scores == 0.0).to(tl.int32) * 0, axis=0)
     for at in range(SCORE_BITS):
         trial = found + (tl.full([], 1, tl.int32) << (SCORE_BITS - 1 - at))
@@ -54,7 +54,7 @@ def nth_score_in_kernel(scores, count):
 
 @triton.jit
 def cutoffs_in_kernel(keys, counts, num_bits):
-    """The same of each of some lists [L, n] at once, counts [L]."""
+    """`cutoff_in_kernel` of several lists [L, n] at once, counts [L]."""
     found = tl.sum(keys * 0, axis=1)
     for at in range(num_bits):
         bit = tl.where(at < SCORE_BITS, SCORE_BITS + PLACE_BITS, num_bits) - 1 - at
@@ -66,7 +66,7 @@ def cutoffs_in_kernel(keys, counts, num_bits):
 
 @triton.jit
 def keep_keys_in_kernel(values, is_kept, to, num_kept, size: tl.constexpr):
-    """Store those that are kept one after the other, behind `num_kept`, and `LAST_KEY` in what remains of `size`."""
+    """Stores the kept values in sequence, after `num_kept` earlier ones, and fills up `size` with `LAST_KEY`."""
     place = num_kept + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
     rest = tl.arange(0, size)
     tl.store(to + place, values, mask=is_kept)
@@ -87,7 +87,7 @@ def is_among_in_kernel(tokens, ids, count):
 
 @triton.jit
 def sort_keys_in_kernel(unordered, rank, to):
-    """Keys in their order; `to`: where there is room for them."""
+    """Keys in order; `to`: scratch space for them."""
     other, own = unordered[None, :], unordered[:, None]
     is_before = (other < own) | ((other == own) & (rank[None, :] < rank[:, None]))
     tl.store(to + tl.sum(is_before.to(tl.int32), axis=1), unordered)
@@ -100,13 +100,13 @@ def first_of_lists_in_kernel(
     keys, from_list_to_list, stride, num_rows, of_first, of_second, num_bits, order, per_row: tl.constexpr, lanes:
     tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """Put the first of a group's keys in two lists in order.
+    """Sorts the first keys of a group in two lists.
 
     Args:
-        keys: The rows of one list, and so many keys further those of the other one.
+        keys: The rows of one list; the other's are `from_list_to_list` further.
         stride: From row to row, of whose keys the first `per_row` count.
-        of_first, of_second: How many of each list, `slots` at most; none of the second if there is none.
-        order: Room for four times `slots`; the lists lie in it, behind twice as many.
+        of_first, of_second: How many of each list, at most `slots`; `of_second` is 0 if there is no second list.
+        order: Room for four times `slots`; the sorted lists are in the second half.
     """
     which, lane, num_of_first = tl.arange(0, 2), tl.arange(0, lanes), num_rows * per_row
     num_of_second = tl.where(of_second > 0, num_of_first, 0)

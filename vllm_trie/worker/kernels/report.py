@@ -24,19 +24,19 @@ from vllm_trie.worker.kernels.tiles import (
     normalised_in_kernel,
 )
 
-REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
+REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row: sizes that kernels are compiled for
 
 
 def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
-    """Whether kernels rank so many tokens of each row."""
+    """Whether kernels rank this many tokens of each row."""
     return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
 class KernelReport:
-    """Writes the log-probabilities that a step reports: of each row the best, and of beams and what finishes their own.
+    """Writes the log-probabilities that a step reports: each row's best, and those of beams and of what finishes.
 
     Args:
-        layout: Of what was decided.
+        layout: The layout of the decision.
         vocab_size: Tokens of a row, V.
     """
 
@@ -50,11 +50,11 @@ class KernelReport:
         self._sides = layout.num_ints, width, count, self._num_rows, num_tops
 
     def __call__(self, tiles: KernelTiles, words: torch.Tensor) -> None:
-        """Write them.
+        """Writes the log-probabilities that a step reports into its packed decision.
 
         Args:
             tiles: Of all rows.
-            words: [G, n] int32, what was decided, see `search.step_result.pack_search_step`.
+            words: [G, n] int32, the packed decision, see `search.step_result.pack_search_step`.
         """
         num_groups, num_words = words.shape
         nothing = filled_for_search((num_groups, self._num_rows), 0.0, words.device)

@@ -1,4 +1,4 @@
-"""Ordinary rows beside beams: what vLLM samples them by, and what it has sampled, in a launch each.
+"""Ordinary rows in the same batch as beams: gathers vLLM's inputs for sampling them, and scatters the results.
 
 In torch `worker.rows.sub_batch` has both.
 """
@@ -17,13 +17,13 @@ from vllm_trie.worker.launches import cdiv
 
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens
-TYPES = *(torch.int64, torch.int32) * 3, torch.int64, torch.bool  # of these
+TYPES = *(torch.int64, torch.int32) * 3, torch.int64, torch.bool  # of the fields
 
 
 def launch_take_rows(
     rows: torch.Tensor, logits: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, fields: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What `sub_batch.take_batch_rows` does."""
+    """`sub_batch.take_batch_rows` by one launch."""
     counts = len(rows), len(logits), len(tokens)
     own = [field.new_empty(count) for field, count in zip(fields, np.repeat(counts, NUM_FIELDS).tolist(), strict=True)]
     words = [field.view(torch.int8) if field.dtype is torch.bool else field for field in (*fields, *own)]
@@ -34,7 +34,7 @@ def launch_take_rows(
 def launch_put_sampled(
     rows: torch.Tensor, own: Sequence[torch.Tensor], sampled: torch.Tensor, counts: torch.Tensor, rejected: torch.Tensor
 ) -> None:
-    """What `sub_batch.put_sampled_rows` does."""
+    """`sub_batch.put_sampled_rows` by one launch."""
     num_rows, width = own[0].shape
     num_programs = cdiv(num_rows * width, TILE)
     strides = own[0].stride(0), sampled.stride(0)
@@ -106,7 +106,7 @@ def _put_sampled_kernel(
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Let one row be beside none."""
+    """Gathers and scatters one row."""
     fields = [torch.zeros(1, dtype=dtype, device=serving.device) for dtype in TYPES]
     row, counts = fields[0], fields[1]
     launch_take_rows(row, row, row, row, fields)

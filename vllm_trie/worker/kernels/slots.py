@@ -14,19 +14,19 @@ from vllm_trie.worker.launches import next_power_of_2
 PAIRS_PER_THREAD = (
     32  # (slot, candidate) pairs that a thread of `_select_next_kernel` compares at a time; more would spill
 )
-MOST_SLOTS = 1024  # of a program of `_select_next_kernel`; of more it would spill, and its work grows with their square
+MOST_SLOTS = 1024  # of a program of `_select_next_kernel`; more would spill, and its work grows with their square
 
 
 def launch_select_next(
     candidates: SearchCandidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
 ) -> SearchCandidates[torch.Tensor]:
-    """What `search.rank.choose_next_search_beams` does, by one program per group; by torch where groups are too wide.
+    """`search.rank.choose_next_search_beams` by one program per group; by torch where groups are too wide.
 
     Args:
         candidates: [G, K], the best first.
         lives: [G, K] bool, which of them may go on.
         width: Beams per group, b.
-        num_rows: Rows per group that they continue: 1, or b.
+        num_rows: Rows per group that they continue: 1 or b.
     """
     if width > MOST_SLOTS:
         return select_next_in_torch(candidates, lives, width, num_rows)
@@ -54,7 +54,7 @@ def kernel_candidates_at_once(slots: int) -> int:
 
 @triton.jit
 def _first_alive_in_kernel(lives, rank, count, num_alive, width):
-    """Which candidates at `rank` are among the first `width` that live."""
+    """Which candidates at `rank` are among the first `width` live ones."""
     alive = tl.load(lives + rank, mask=rank < count, other=0) != 0
     return alive & (num_alive + tl.cumsum(alive.to(tl.int32), axis=0) <= width)
 
@@ -79,7 +79,7 @@ def _select_next_kernel(
     parents, tokens, scores, lives = parents + first, tokens + first, scores + first, lives + first
     slot = tl.arange(0, slots)
 
-    # Each slot's first child. As a rule `width` candidates live among little more than as many.
+    # Each slot's first child. The first `width` live candidates usually end soon after the `width`-th.
     chosen = tl.zeros([slots], tl.int32) + count
     start = 0
     num_alive = 0
@@ -120,7 +120,7 @@ def _select_next_kernel(
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Launch the kernel for each number of slots."""
+    """Launches the kernel for each number of slots."""
     nothing = torch.zeros(1, 1, dtype=torch.int64, device=serving.device)
     candidates = SearchCandidates(nothing, nothing, nothing.float())
     for width in serving.widths:

@@ -1,8 +1,8 @@
 """A step of beam search by kernels: rows are ranked, then groups decide, and report log-probabilities.
 
-It has three launches where groups have few beams: the best continuations of each row are kept, which pays for few.
-Where they have many, five or six, and two or three of `torch.topk`, rank the continuations of a group together. Two
-launches more report. `search.step` and `search.strategies.best` have this in torch, for whatever else rules ask, too.
+With few beams per group it takes three launches: the best continuations of each row are kept, which pays off for few.
+With many, five or six launches, and two or three of `torch.topk`, rank the continuations of a group together. Reports
+take two more. `search.step` and `search.strategies.best` have it in torch, for all other rules as well.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from vllm_trie.worker.kernels.tiles import (
 )
 from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, launch_best_of_groups
 
-MOST_BLOCKS = 128  # of a row, that kernels are compiled for which rank many beams
-MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses of many: it is counted what is better in each row
+MOST_BLOCKS = 128  # of a row: the most for which kernels that rank many beams are compiled
+MOST_ENDS = 3  # tokens that end hypotheses of many beams in vLLM's semantics: better tokens are counted for each
 VLLM = BestStrategy("vllm")
 NOTHING_CLOSED = None, 0, 0  # see `kinds_in_kernel`
 
 
 def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
-    """Whether a step by these rules is taken here; else torch takes it."""
+    """Whether kernels take a step by these rules; otherwise torch does."""
     stops, vocab_size = rules.stops, sizes.vocab_size
     if not (
         rules.strategy in SEMANTICS
@@ -82,13 +82,13 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
 
 
 def beams_are_few_for_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
-    """Whether each row of a group is ranked by itself, of which no more is kept than may go on."""
+    """Whether each row of a group is ranked alone, keeping no more than may go on."""
     is_small = sizes.vocab_size <= MOST_TILES * TILE if not rules.are_sparse else sizes.most_children <= CHILDREN[-1]
     return is_small and rules.width <= SLOTS[-1] and rules.num_ending is None
 
 
 class KernelStep(TakeStep):
-    """Takes a step by such rules."""
+    """Takes a step by rules that `can_take_by_kernels` accepts."""
 
     def __init__(self, rules: SearchRules, sizes: KernelStepSizes) -> None:
         layout, is_few = rules.layout(sizes.num_rows, sizes.vocab_size), beams_are_few_for_kernels(rules, sizes)
@@ -120,7 +120,7 @@ class KernelStep(TakeStep):
 
 
 def _kernel_ranking(rules: SearchRules, sizes: KernelStepSizes, is_few: bool, most: int) -> KernelRanking:
-    """How rows are ranked, of which so many continuations go on at most."""
+    """How rows are ranked if at most `most` continuations of a group go on."""
     (num_rows, vocab_size, _), log_min_p = sizes, kernel_log_min_p(rules.filters)
     if rules.are_sparse:
         rank_items = rank_items_of_few_by_kernel if is_few else rank_items_of_many_by_kernels
@@ -135,7 +135,7 @@ def _kernel_ranking(rules: SearchRules, sizes: KernelStepSizes, is_few: bool, mo
 
 
 def wanted_by_kernels(rules: SearchRules) -> Wanted:
-    """Of each row of few beams as many as may go on, and as may finish."""
+    """What each row of few beams keeps: as many as may go on, and as may finish."""
     slots, lists = kernel_slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
     if rules.strategy == VLLM:
         return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
@@ -143,7 +143,7 @@ def wanted_by_kernels(rules: SearchRules) -> Wanted:
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:
-    """Take a step of few beams for each number of slots, of children and of log-probabilities; and steps of many."""
+    """Takes a step of few beams for each number of slots, children and log-probabilities; and steps of many."""
     nothing = torch.zeros(2, dtype=torch.int64, device=serving.device)
     row = nothing[:1]
     for logits in serving.logits:
@@ -158,7 +158,7 @@ def warm_up_kernels(serving: KernelVariants) -> None:
 
 
 def _kernel_variants(most_beams: int) -> Iterator[SearchRules]:
-    """Rules of few and of many beams, of which a row's best are kept once or twice as many; and that report."""
+    """Rules for few and for many beams, which keep a row's best once or twice as many; and rules that report."""
     for width in (*kernel_slots_up_to(most_beams), SLOTS[-1] + 1):
         yield SearchRules(width, BestStrategy(), StopConstraints((0,)))
         yield SearchRules(width, VLLM, StopConstraints((0,)))

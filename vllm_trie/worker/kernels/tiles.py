@@ -1,9 +1,9 @@
 """Each row's log-sum-exp and its best continuations, in two launches; `search.rank` has it in torch.
 
-The first kernel reads the logits once. It keeps the maxima of every tile, and a maximum and a sum of exponentials of
-every block. The second one reads again what lies in the best tiles: as `search.rank` explains, the rest has no say.
-Tokens that go on and tokens that end hypotheses are ranked apart, however many of them there are. Most blocks have none
-that end: then nobody asks which ones do.
+The first kernel reads the logits once. It keeps the maximum of every tile, and a maximum and a sum of exponentials of
+every block. The second reads the best tiles again: as `search.rank` explains, the others cannot matter. Tokens that go
+on and tokens that end hypotheses are ranked separately, however many there are. Most blocks have no tokens that end:
+for these, classes are not read.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from vllm_trie.worker.launches import cdiv, next_power_of_2
 TILES = 64  # of a block
 BLOCK = TILES * TILE  # tokens
 NO_STOPS = StopConstraints()
-MOST_TILES = 4096  # of a row; of more a program would spill
-MOST_PER_ROW = 128  # continuations of a row that are ranked, likewise
+MOST_TILES = 4096  # of a row; with more, a program would spill
+MOST_PER_ROW = 128  # ranked continuations of a row; with more, a program would spill
 TILE_BITS = tl.constexpr(TILE.bit_length() - 1)
 GOING, ENDING, NOT_ALLOWED = tl.constexpr(GOES_ON), tl.constexpr(ENDS), tl.constexpr(BARRED)  # classes of tokens
-ALLOWED = tl.constexpr(BARRED + 1)  # in the place of a class: what goes on and what ends
+ALLOWED = tl.constexpr(BARRED + 1)  # in place of a class: what goes on and what ends
 
 
 class KernelLogits(NamedTuple):
-    """Logits of R rows, where they are.
+    """Logits of R rows, at their addresses.
 
     Args:
         values: [N, V], of any floating point type.
         which: [R] int64.
         classes: [V] int8, see `StopConstraints.classes`.
-        mixed: [B] int32, which of the blocks in which not all tokens go on each is, from 1 on; else 0.
-        num_mixed: M, as many as these or more.
-        temperature: That divides them.
+        mixed: [B] int32, numbers from 1 on the blocks in which not all tokens go on; 0 for others.
+        num_mixed: M, the number of these blocks, or more.
+        temperature: Divides the logits.
         level: [V] int64, see `SearchInputs`.
     """
 
@@ -66,21 +66,21 @@ class KernelLogits(NamedTuple):
 
     @staticmethod
     def of(values: torch.Tensor, which: torch.Tensor, stops: StopConstraints = NO_STOPS) -> KernelLogits:
-        """Those of rows that may end with, or may not take, what `stops` say."""
+        """Logits of rows that may end with, or may not take, the tokens in `stops`."""
         vocab_size, device, last = values.shape[1], values.device, stops.last_token_ids
         mixed = _mixed_blocks_for_kernels(last, vocab_size, device)
         return KernelLogits(values, which, stops.classes(vocab_size, device), mixed, min(len(last), len(mixed)))
 
     @property
     def arguments(self) -> tuple[torch.Tensor | float, ...]:
-        """What kernels take of them."""
+        """The arguments of kernels."""
         values = self.values
         return values, self.which, values.stride(0), values.shape[1], self.classes, self.mixed, float(self.temperature)
 
 
 @cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
 def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """[B] int32, see `KernelLogits`: blocks that have any of these tokens."""
+    """[B] int32, see `KernelLogits`: the blocks that have any of these tokens."""
     of_tokens, blocks = np.array(token_ids, dtype=np.int64), np.zeros(cdiv(vocab_size, BLOCK), dtype=np.int32)
     mixed = np.unique(of_tokens[(of_tokens >= 0) & (of_tokens < vocab_size)] // BLOCK)
     blocks[mixed] = np.arange(1, 1 + len(mixed))
@@ -88,35 +88,35 @@ def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, devic
 
 
 class KernelTiles(NamedTuple):
-    """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum.
+    """What the first kernel finds: the maxima of each row's tiles; a maximum and a sum of each block.
 
-    Nothing, where rows are normalised among few tokens. Kernels take all of it, or what comes first or last, in this
-    order; the last three normalise rows.
+    Empty where rows are normalised among few tokens. Kernels take all fields, or the first or last ones, in this order;
+    the last three normalise rows.
     """
 
-    of_logits: tuple[torch.Tensor | float, ...]  # what kernels take of the logits themselves, see `KernelLogits`
+    of_logits: tuple[torch.Tensor | float, ...]  # the kernels' arguments for the logits, see `KernelLogits`
     going: torch.Tensor | None = None  # [R, B * TILES] float32, of what goes on
     ending: torch.Tensor | None = None  # [R, M * TILES] float32, of what ends, in mixed blocks
     num_mixed: int = 0  # M
     maxima: torch.Tensor | None = None  # [R, B] float32
-    sums: torch.Tensor | None = None  # [R, B] float32, of exponentials of what is left when the maximum is subtracted
+    sums: torch.Tensor | None = None  # [R, B] float32, of exponentials of logits less the maximum
     num_blocks: int = 1  # B
 
 
 class KernelKeys(NamedTuple):
-    """The best continuations, in lists: of what goes on, and of what may finish."""
+    """The best continuations, in lists: what goes on, and what may finish."""
 
     keys: torch.Tensor  # [L, R, P] or [L, G, K] int64, of rows or groups; as in `search.rank`, then `NO_KEY`
-    of_rows: torch.Tensor  # [R, 2 or more] float32, maximum and what the log-sum-exp is more; inf where a row ends
+    of_rows: torch.Tensor  # [R, 2 or more] float32, maximum, and log-sum-exp less it; inf where a row ends
 
 
 class KernelRanking(NamedTuple):
     """How rows are ranked.
 
     Args:
-        launch: Ranks, from tiles, scores [G, r] and, along a catalog, where rows are in it.
-        num_places: Of each row: tokens, or children that a node may have. A key's place counts them row after row.
-        kept: Keys of each row, in no order; 0: those of a group are in order.
+        launch: Ranks, from tiles, scores [G, r] and, along a catalog, the rows' nodes.
+        num_places: Places of each row: tokens, or possible children of a node. A key's place counts them row after row.
+        kept: Keys of each row, unsorted; 0: those of a group are sorted.
     """
 
     launch: Callable[..., KernelKeys]
@@ -125,14 +125,14 @@ class KernelRanking(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What rows are ranked for.
+    """What a ranking of rows must find.
 
     Args:
-        num_best: Continuations of each row and list, as many as are kept at most.
-        kept: Keys that there is room for; a power of two.
-        filters: Of those, `can_filter_in_kernels` says which.
-        lists: What is ranked apart: what goes on, and then what ends; or all together.
-        among_best: What ends is left out unless fewer tokens of its row are better, or 0; `kept` at most.
+        num_best: Continuations to find of each row and list, at most `kept`.
+        kept: Room for keys; a power of two.
+        filters: Filters that `can_filter_in_kernels` accepts.
+        lists: What is ranked separately: what goes on, and then what ends; or all together.
+        among_best: What ends is left out unless fewer tokens of its row are better; 0: no bound; at most `kept`.
     """
 
     num_best: int
@@ -146,7 +146,7 @@ BOTH = GOES_ON, ENDS  # lists
 
 
 def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
-    """Read all logits once."""
+    """Reads all logits once, for the maxima of tiles and the sums of blocks."""
     num_rows, num_blocks, num_mixed = len(logits.which), len(logits.mixed), logits.num_mixed
     floats = partial(torch.empty, dtype=torch.float32, device=logits.which.device)
     of_tiles = floats(num_rows, num_blocks * TILES), floats(num_rows, num_mixed * TILES), num_mixed
@@ -159,10 +159,10 @@ def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
 
 
 class KernelRowRanking:
-    """Finds the best continuations of each row: what depends on no logits is known before.
+    """Finds the best continuations of each row; everything that depends on no logits is computed ahead.
 
     Args:
-        wanted: How many.
+        wanted: What to find.
         vocab_size: Tokens of a row, V.
     """
 
@@ -173,11 +173,11 @@ class KernelRowRanking:
         self._num_warps = warps_to_rank(wanted.kept)
 
     def __call__(self, tiles: KernelTiles, scores: torch.Tensor) -> KernelKeys:
-        """Rank them.
+        """Ranks the continuations of R rows.
 
         Args:
-            tiles: Of R rows.
-            scores: [..., r] float32, of as many, of which r compete with each other.
+            tiles: Of the rows.
+            scores: [..., r] float32, R in all, of which r compete with each other.
         """
         num_all_rows, device = scores.numel(), scores.device
         keys = torch.empty(self.num_lists, num_all_rows, self.kept, dtype=torch.int64, device=device)
@@ -193,7 +193,7 @@ WARPS_TO_READ = 4
 
 
 def can_filter_in_kernels(filters: SearchFilters) -> bool:
-    """Whether kernels filter so: what needs a row's maximum, and nothing that needs its order."""
+    """Whether kernels apply these filters: those that need a row's maximum, but not its order."""
     return (filters.top_k, filters.top_p) == (0, 1.0)
 
 
@@ -203,7 +203,7 @@ def kernel_log_min_p(filters: SearchFilters) -> float:
 
 
 def kernel_sizes_to_rank(blocks: int, kept: int) -> dict[str, int]:
-    """What `_rank_rows_kernel` is compiled for: rows of so many blocks, and continuations that are kept of each."""
+    """The sizes that `_rank_rows_kernel` is compiled for: rows of `blocks` blocks, with `kept` continuations each."""
     tiles = blocks * TILES
     num_bits = NUM_SCORE_BITS + tiles.bit_length() - 1
     return {"blocks": blocks, "tiles": tiles, "tile": TILE, "num_bits": num_bits, "kept": kept}
@@ -216,7 +216,7 @@ def warps_to_rank(kept: int) -> int:
 
 @triton.jit
 def normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks: tl.constexpr):
-    """Write what is subtracted from a row's logits, see `subtracted_in_kernel`."""
+    """Writes what is subtracted from a row's logits, see `subtracted_in_kernel`."""
     block = tl.arange(0, blocks)
     most = tl.load(maxima + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
     parts = tl.load(sums + row * num_blocks + block, mask=block < num_blocks, other=0.0)
@@ -227,13 +227,13 @@ def normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks: t
 
 @triton.jit
 def subtracted_in_kernel(highest, total, scores, row, normal):
-    """Write what is subtracted from a row's logits. Returns the row's score, -inf if it ends here.
+    """Writes what is subtracted from a row's logits. Returns the row's score, -inf if it ends here.
 
-    That is a row that may take nothing, or has no number among its logits.
+    A row ends here if it may take nothing, or has no number among its logits.
 
     Args:
-        highest: Of its logits.
-        total: Of exponentials of what is left when `highest` is subtracted.
+        highest: The maximum of its logits.
+        total: The sum of exponentials of its logits less `highest`.
     """
     tl.store(normal, highest)
     tl.store(normal + 1, tl.where(total > 0, tl.log(total), float("inf")))
@@ -243,7 +243,7 @@ def subtracted_in_kernel(highest, total, scores, row, normal):
 
 @triton.jit
 def logits_in_kernel(values, tokens, vocab_size, temperature):
-    """Logits of a row's tokens, as torch divides; -inf beyond the vocabulary."""
+    """Logits of a row's tokens, divided as in torch; -inf beyond the vocabulary."""
     logit = tl.load(values + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
     if temperature != 1.0:
         logit = tl.div_rn(logit, temperature)
@@ -252,7 +252,7 @@ def logits_in_kernel(values, tokens, vocab_size, temperature):
 
 @triton.jit
 def normalised_in_kernel(values, normal, tokens, vocab_size, temperature):
-    """Log-probabilities of a row's tokens, as torch subtracts, whatever they are; -inf if the row ends here."""
+    """Log-probabilities of a row's tokens of any class, subtracted as in torch; -inf if the row ends here."""
     highest, rest = tl.load(normal), tl.load(normal + 1)
     logit = logits_in_kernel(values, tokens, vocab_size, temperature)
     return tl.where(rest < float("inf"), logit - highest - rest, float("-inf"))
@@ -260,7 +260,7 @@ def normalised_in_kernel(values, normal, tokens, vocab_size, temperature):
 
 @triton.jit
 def logprobs_in_kernel(values, normal, tokens, vocab_size, classes, temperature, wanted):
-    """The same, but -inf for tokens of another class; `wanted`: one, or `ALLOWED`."""
+    """`normalised_in_kernel` with -inf for tokens of other classes than `wanted`, a class or `ALLOWED`."""
     logprob = normalised_in_kernel(values, normal, tokens, vocab_size, temperature)
     own = tl.load(classes + tokens, mask=tokens < vocab_size, other=NOT_ALLOWED).to(tl.int32)
     is_wanted = (own == wanted) | ((wanted == ALLOWED) & (own != NOT_ALLOWED))
@@ -298,7 +298,7 @@ def tile_maxima_in_kernel(
     going, ending, num_mixed, mixed, row, num_blocks, vocab_size, normal, wanted, blocks: tl.constexpr, tiles:
     tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """[tiles] the best log-probabilities in each tile of a row, of a class or of `ALLOWED`; see `KernelTiles`."""
+    """[tiles], the best log-probabilities of a class, or of `ALLOWED`, in each tile of a row; see `KernelTiles`."""
     per_block: tl.constexpr = tiles // blocks
     number = tl.arange(0, tiles)
     num_going, num_ending = tl.where(wanted == ENDING, 0, vocab_size), tl.where(wanted == GOING, 0, vocab_size)
@@ -313,17 +313,17 @@ def tile_maxima_in_kernel(
 
 @triton.jit
 def listed_in_kernel(score, place, exists, wanted):
-    """Order keys of what exists. Of all but what ends it does not matter which impossible ones fill up a ranking."""
+    """Order keys of what exists. Which impossible ones fill up a ranking matters only for what ends: there, none do."""
     key = tl.where(exists, order_key_in_kernel(score, place), LAST_KEY)
     return tl.where((score == float("-inf")) & (wanted == ENDING), LAST_KEY, key)
 
 
 @triton.jit
 def tile_tokens_in_kernel(of_tiles, count, keys, num_bits, tile: tl.constexpr, kept: tl.constexpr):
-    """The tokens [kept * tile] in the first `count` tiles by order keys; beyond the vocabulary where there are fewer.
+    """The tokens [kept * tile] in the first `count` tiles by order keys; beyond the vocabulary if there are fewer.
 
     Args:
-        keys: [kept], room.
+        keys: [kept], scratch space.
     """
     number = tl.arange(0, of_tiles.shape[0])
     keep_keys_in_kernel(number.to(tl.int64), of_tiles <= cutoff_in_kernel(of_tiles, count, num_bits), keys, 0, kept)

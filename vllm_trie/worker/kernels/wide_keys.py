@@ -1,10 +1,10 @@
-"""The best continuations of groups of many beams, in order; `search.rank` has it in torch, from log-probabilities.
+"""The best continuations of groups of many beams, sorted; `search.rank` has it in torch, from log-probabilities.
 
 A block of 64 tiles is to its tiles what a tile is to its tokens. As `search.rank` explains, the best K tiles hold the
-best K tokens; likewise the best K blocks hold the best K tiles. So a kernel makes an order key of each block of all
-rows, another one of each tile in the best blocks, and a third one of each token in the best tiles. Between them
-`torch.topk` chooses among 64 K keys, or among as many as there are blocks, and never among a vocabulary. What goes on
-and what ends are two lists of each group, which the same launches rank.
+best K tokens; likewise the best K blocks hold the best K tiles. So kernels make an order key of each block of all rows,
+then of each tile in the best blocks, and then of each token in the best tiles. In between, `torch.topk` selects among
+64 K keys, or among as many as there are blocks, but never among a vocabulary. What goes on and what ends are two lists
+of each group, which the same launches rank.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 KEYS_AT_A_TIME = 1024  # that a program makes
 WARPS_TO_SPLIT = 4
-# Maximum, what the log-sum-exp is more, least log-probabilities that are kept of what goes on and what ends, score.
+# Maximum, log-sum-exp less it, least log-probabilities of what goes on and of what ends that are kept, score.
 OF_ROW, LEAST, SCORE = tl.constexpr(5), tl.constexpr(2), tl.constexpr(4)
 
 
 class AmongBest(NamedTuple):
-    """What ends is left out unless few tokens of its row are better.
+    """Leaves out what ends unless few tokens of its row are better.
 
     Args:
-        stops: All that ends: each is looked at, so they are few. Without any, nothing is left out.
-        most: Fewer tokens than this are better.
+        stops: All that ends: each is looked at, so they must be few. Without any, nothing is left out.
+        most: Fewer tokens than this must be better.
     """
 
     stops: StopConstraints
@@ -48,7 +48,7 @@ class AmongBest(NamedTuple):
 
 
 def kernels_have_keys(num_rows: int, per_row: int) -> bool:
-    """Whether all continuations of a group have order keys of their own."""
+    """Whether all continuations of a group have distinct order keys."""
     return num_rows * per_row < SCORE_UNIT
 
 
@@ -62,10 +62,10 @@ def launch_best_of_groups(
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
         log_min_p: How far below a row's best they may be.
-        among: What ends is left out unless it is.
+        among: Bounds what ends.
 
     Returns:
-        [2, G, K] order keys, in order: of what goes on, then of what ends.
+        [2, G, K] order keys, sorted: of what goes on, then of what ends.
     """
     (num_groups, num_rows), device, num_blocks = scores.shape, scores.device, tiles.num_blocks
     mixed, vocab_size = tiles.of_logits[5], cast(int, tiles.of_logits[3])
@@ -92,18 +92,18 @@ def launch_best_of_groups(
 
 
 def split_kernel_keys(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` of each group's keys, in no order, and room for `num_parts` keys in the place of each."""
+    """The first `count` of each group's keys, unsorted, and room for `num_parts` keys in place of each."""
     chosen = keys if keys.shape[1] <= count else keys.topk(count, largest=False, sorted=False).values
     return chosen, keys.new_empty(len(keys), chosen.shape[1] * num_parts)
 
 
 def kernel_keys_in_order(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` of each group's keys."""
+    """The first `count` of each group's keys, sorted."""
     return keys.topk(count, largest=False).values
 
 
 def kernel_sizes_to_rank_blocks(num_blocks: int) -> dict[str, int]:
-    """What `_rank_blocks_kernel` is compiled for."""
+    """The sizes that `_rank_blocks_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "tiles": TILES, "tile": TILE}
 
 
@@ -117,9 +117,9 @@ def num_better_in_kernel(
     own, most, values, of_row, going, ending, vocab_size, classes, mixed, temperature, num_blocks, tiles: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens of a row are better than log-probability `own`, `most` or more if it is not fewer.
+    """How many tokens of a row are better than log-probability `own`; may stop counting at `most`.
 
-    Most blocks need no look: no tile in them is better.
+    Most blocks are skipped: no tile in them is better.
 
     Args:
         going, ending: Maxima of the row's tiles.
@@ -148,10 +148,10 @@ def _rank_blocks_kernel(
     scores, num_rows, log_min_p, ends, num_ends, most_better, keys, of_rows, blocks: tl.constexpr, tiles: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of a row's blocks, and note what is to be known of the row: a program per row.
+    """Makes order keys of a row's blocks, and notes what later kernels must know of the row: a program per row.
 
     Args:
-        ends: All that ends, if what is left out of it depends on what is better; else none.
+        ends: All that ends, if what is left out of it depends on what is better; otherwise empty.
         keys: [2, R, B].
         of_rows: [R, OF_ROW].
     """
@@ -197,11 +197,11 @@ def _rank_blocks_kernel(
 
 @triton.jit
 def parts_in_kernel(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
-    """The places of what is in the chosen ones of a program's group, and where its keys go.
+    """The places of what is in the chosen entries of a program's group, and where its keys go.
 
     Returns:
-        [lanes] place of the chosen one, number within it, whether there is such a one; and place of the key in the
-        group's, and whether there is room for it.
+        [lanes] each: place of the chosen entry, number within it, whether there is such an entry; place of the key in
+        the group's keys, and whether there is room for it.
     """
     group, lane = tl.program_id(1).to(tl.int64), tl.program_id(0) * lanes + tl.arange(0, lanes)
     has_room = lane < num_chosen * per_entry
@@ -215,7 +215,7 @@ def _rank_tiles_kernel(
     chosen, num_chosen, going, ending, num_mixed, mixed, of_rows, vocab_size, num_blocks, num_groups, num_rows, keys,
     tiles: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tiles in chosen blocks: programs per part of these and list of a group."""
+    """Makes order keys of the tiles in chosen blocks: programs per part of these and list of a group."""
     number_of_list = tl.program_id(1).to(tl.int64)
     group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
     block, of_block, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tiles, lanes)
@@ -245,7 +245,7 @@ def _rank_tokens_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_tiles, num_groups,
     num_rows, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tokens in chosen tiles: programs per part of these and list of a group."""
+    """Makes order keys of the tokens in chosen tiles: programs per part of these and list of a group."""
     number_of_list = tl.program_id(1).to(tl.int64)
     group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
     of_tile, number, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tile, lanes)

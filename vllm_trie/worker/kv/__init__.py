@@ -1,1 +1,1 @@
-"""What forks of beams copy of the KV cache, and of all else that lies by block or by token."""
+"""What forking beams copy of the KV cache, and of everything else that is stored by block or by token."""

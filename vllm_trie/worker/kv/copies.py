@@ -1,4 +1,4 @@
-"""Forks of KV by one launch, and moves by up to three. In torch `worker.kv.kv_moves` has both."""
+"""Forks KV by one launch, and moves it by up to three. In torch `worker.kv.kv_moves` has both."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm_trie.worker.kv.kv_caches import COPY_TILE, HELD, KVCaches, KVSegments,
 from vllm_trie.worker.kv.kv_caches import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_moves import KVFork, KVMoves
 
-WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
+WORKERS_OF_TOKEN = 8  # programs that copy the contents of a token
 TOKEN_TILE = 256  # words that each copies at a time
-MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
+MOST_PROGRAMS = 4096  # that copy contents of blocks, unless there are more rows: more than a GPU runs at a time
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-# By bytes of words. One stage: nothing is read ahead, as what is read may have been written just before.
+# By bytes of words. One stage: nothing may be read ahead, because it may have been written just before.
 SIZES = {n: {"word": word, "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1} for n, word in WORDS.items()}
 
 
@@ -39,7 +39,7 @@ def launch_kv_fork(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
 
 def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
     """See `kv_moves.move_kv`."""
-    assert not moves.parts, "parts are copied on hosts alone"
+    assert not moves.parts, "parts are only copied on hosts"
     moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
     if moving:
         fields = np.concatenate([_kv_token_moves(kv, *of_number) for of_number in moving])
@@ -57,7 +57,7 @@ def launch_kv_moves(moves: KVMoves, kv: KVCaches) -> None:
 
 
 def _launch_kv_blocks(ordered: np.ndarray, num_alone: int, segments: KVSegments) -> None:
-    """Copy blocks: a chain for each that depends on no other, and one of all others."""
+    """Copies blocks: a chain for each copy that depends on no other, and one chain of all others."""
     starts = np.unique([*range(num_alone + 1), len(ordered)])
     chains = uploaded_for_search(np.concatenate([starts, ordered.ravel()]), segments.pointers.device)
     num_chains = len(starts) - 1
@@ -77,14 +77,14 @@ def _launch_kv_blocks(ordered: np.ndarray, num_alone: int, segments: KVSegments)
 
 
 def _kv_token_moves(kv: KVCaches, number: int, from_to: np.ndarray) -> np.ndarray:
-    """[tokens, 6] int64: segments from the first to the last but one; blocks and places in them."""
+    """[tokens, 6] int64: first segment and the one after the last; source block and place; destination's."""
     segments = np.broadcast_to(kv.token_segments.starts[number : number + 2], (from_to.shape[1], 2))
     (source, at), (destination, to) = (divmod(slots, kv.tokens_of_block[number]) for slots in from_to)
     return np.column_stack([segments, source, at, destination, to]).astype(np.int64)
 
 
 def _launch_kv_tokens(moves: torch.Tensor, held: torch.Tensor, segments: KVSegments, is_read: bool) -> None:
-    """Read what tokens hold, or write it where they move to."""
+    """Reads the contents of tokens, or writes them to where the tokens move."""
     num_workers = min(len(segments.pointers), WORKERS_OF_TOKEN)
     sizes = segments.of_block, segments.of_token, segments.words, segments.offsets
     _hold_kv_tokens_kernel[len(moves), num_workers](
@@ -96,7 +96,7 @@ def _launch_kv_tokens(moves: torch.Tensor, held: torch.Tensor, segments: KVSegme
 
 
 def _kv_copy_workers(num_copies: int, segments: KVSegments) -> int:
-    """Programs for each block that is copied: few for each where many are."""
+    """Programs for each copied block: few where there are many blocks."""
     return min(max(MOST_PROGRAMS // num_copies, 1), segments.num_pieces)
 
 
@@ -109,7 +109,7 @@ def _copy_kv_in_kernel(source, destination, start, end, tile_size: tl.constexpr)
 
 @triton.jit
 def _kv_piece_in_kernel(piece, pointers, of_block, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
-    """Of a piece of a block, a tile of a segment: block 0, words from block to block, and [tile] which words it is."""
+    """A piece of a block, that is, a tile of a segment: block 0, words from block to block, and [tile] its words."""
     segment = piece // num_tiles
     index = (piece % num_tiles) * tile_size + tl.arange(0, tile_size)
     blocks = tl.load(pointers + segment).to(tl.pointer_type(word))
@@ -121,7 +121,7 @@ def _fork_kv_kernel(
     rows, parents, num_rows, tokens, tokens_stride, table_pointers, table_strides, block_sizes, num_tables, num_workers,
     pointers, of_block, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_kv_fork`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
+    """See `launch_kv_fork`: per row, a program for its tokens, one per table, and `num_workers` per tail block.
 
     Args:
         rows: [4, R].
@@ -220,11 +220,11 @@ def _hold_kv_tokens_kernel(
 
 
 def warm_up_kv_copies(tokens: torch.Tensor, kv: KVCaches) -> None:
-    """Let a row continue itself, and copy the null block onto itself.
+    """Lets a row continue itself, and copies the null block onto itself.
 
     Args:
         tokens: [slots, length] int32.
-        kv: Of the engine.
+        kv: The engine's.
     """
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=tokens.device)
     launch_kv_fork(KVFork(nothing, nothing[0], np.zeros(1, np.int64)), tokens, kv)
@@ -232,5 +232,5 @@ def warm_up_kv_copies(tokens: torch.Tensor, kv: KVCaches) -> None:
 
 
 def warm_up_kv_moves(kv: KVCaches) -> None:
-    """Move the first token of the null block onto itself."""
+    """Moves the first token of the null block onto itself."""
     launch_kv_moves(KVMoves(np.zeros((0, 2), np.int64), [np.zeros((2, 1), np.int64)]), kv)

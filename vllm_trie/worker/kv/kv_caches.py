@@ -1,4 +1,4 @@
-"""Where KV lies: the blocks of all layers, the tokens in them, and the tables that say which blocks rows have."""
+"""Where KV is stored: the blocks of all layers, the tokens in them, and the tables of the blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ import torch
 from vllm_trie.search.devices import is_searched_on_host, uploaded_for_search, uploaded_together_for_search
 from vllm_trie.worker.launches import cdiv
 
-COPY_TILE = 1024  # words, or table entries, that one program of a kernel copies at a time
-PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
-SMALL_BYTES = 1 << 13  # up to which it copies many entries at a time faster than one by one
-HELD = -1  # in the place of a block: what whoever copies holds
+COPY_TILE = 1024  # words, or table entries, in one step of a kernel's program
+PIECE_BYTES = 1 << 18  # that a host copies at a time: what fits a core's cache
+SMALL_BYTES = 1 << 13  # up to this size, copying many entries at a time is faster than one by one
+HELD = -1  # in place of a block: the contents that the copier holds
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ByToken(NamedTuple):
-    """What a layer's KV cache holds, or a half of it, token by token."""
+    """A layer's KV cache, or a half of it, token by token."""
 
     contents: torch.Tensor  # [blocks, *places, ...]
-    places: tuple[int, ...]  # whose product is the block size: a token is at its place in that order
+    places: tuple[int, ...]  # their product is the block size: tokens are at their places in this order
 
 
 class TokenStates(Protocol):
-    """What lies by token beside the KV caches, and is copied with them."""
+    """States that are stored by token besides the KV caches, and copied with them."""
 
     by_token: ByToken
-    number: int  # of the KV cache group by whose slots it lies
+    number: int  # the KV cache group by whose slots they are stored
 
 
 class KVTable(NamedTuple):
-    """Which blocks rows have of a KV cache group."""
+    """The blocks of rows in a KV cache group."""
 
-    blocks: torch.Tensor  # [slots, columns] int32; it stays where it is
+    blocks: torch.Tensor  # [slots, columns] int32, at a fixed address
     block_size: int
     number: int = 0  # of the KV cache group
 
 
 class KVSegments(NamedTuple):
-    """Where blocks, or single tokens, lie: so many words in a row, once or more often per layer. For kernels."""
+    """Where blocks, or single tokens, are: runs of words, one or more per layer. For kernels."""
 
-    pointers: torch.Tensor  # [segments] uint64, on the device as the next four: to where they lie in block 0
+    pointers: torch.Tensor  # [segments] uint64, on the device like the next four: addresses in block 0
     of_block: torch.Tensor  # [segments] int64, from block to block, in words
-    of_token: torch.Tensor  # [segments] int64, from token to token within a block, in words; nothing of whole blocks
+    of_token: torch.Tensor  # [segments] int64, from token to token within a block, in words; for tokens only
     words: torch.Tensor  # [segments] int64, of a block or token
     offsets: torch.Tensor  # [segments] int64, where these begin among all words of a token
-    starts: list[int]  # [KV cache groups + 1] their first segments: those of a group come one after the other
+    starts: list[int]  # [KV cache groups + 1], first segments: those of a group are consecutive
     num_pieces: int  # tiles of all segments, if all were as long as the longest
     num_tiles: int  # of the longest segment, as a kernel copies it
     total_words: int
-    word_bytes: int  # 8, unless something is not a whole number of these
+    word_bytes: int  # 8, unless a size or address is not a multiple of 8
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> KVSegments:
-        """By KV cache group, of each its pointer, and bytes from block to block, from token to token, and of itself."""
+        """From runs by KV cache group: address, bytes from block to block, from token to token, and of the run."""
         found = [*itertools.chain(*runs)]
         pointers, *sizes = np.array(found, dtype=np.uint64).T
         word_bytes = math.gcd(8, *itertools.chain(*found))
@@ -72,17 +72,17 @@ class KVSegments(NamedTuple):
 
 
 class _KVLayer(NamedTuple):
-    """What a layer holds by token, as numpy sees it on hosts, and torch elsewhere."""
+    """A layer's contents by token, as a numpy array on hosts, and a tensor elsewhere."""
 
     contents: Any  # [blocks, *places, ..., words]
     places: tuple[int, ...]
-    in_order: Any  # the same [blocks, ..., words], by falling strides
+    in_order: Any  # the same memory [blocks, ..., words], by decreasing strides
     before: tuple[slice, ...]  # its dimensions before the first of the places
-    are_runs: bool  # places that follow one another are a longer row of words
+    are_runs: bool  # consecutive places are one longer run of words
 
     @classmethod
     def of(cls, layer: ByToken, is_on_host: bool) -> _KVLayer:
-        """Of contents in words."""
+        """The layer of contents that `kv_in_words` has made."""
         contents, places = layer
         axes = sorted(range(1, contents.dim() - 1), key=contents.stride, reverse=True)
         in_order, axis = contents.permute(0, *axes, -1), 1 + axes.index(1)
@@ -92,18 +92,18 @@ class _KVLayer(NamedTuple):
         return cls(contents, places, in_order, (slice(None),) * axis, are_runs)
 
     def part(self, which: slice) -> Any:
-        """[blocks, ..., words] of some of the first places."""
+        """[blocks, ..., words], the contents at some of the first places."""
         part = self.in_order[(*self.before, which)]
-        return part.reshape(*part.shape[:-2], -1) if self.are_runs else part  # which copies nothing
+        return part.reshape(*part.shape[:-2], -1) if self.are_runs else part  # copies nothing
 
 
 class KVCaches:
-    """vLLM's KV caches, seen block by block and token by token, whatever their layout, and the tables of their blocks.
+    """vLLM's KV caches by block and by token, whatever their layout, and the tables of their blocks.
 
     Args:
         kv_caches: One tensor per layer whose first dimension counts blocks, or equal parts of blocks.
         num_blocks: KV blocks as the scheduler counts them.
-        by_token: By KV cache group, what its layers hold token by token; nothing where that is not known.
+        by_token: By KV cache group, its layers' contents token by token; empty where that is not known.
         tables: Of the KV cache groups whose blocks differ from row to row.
     """
 
@@ -120,15 +120,16 @@ class KVCaches:
         self._is_on_host = is_searched_on_host(self.device)
         self._indexable_blocks = [self.indexable(blocks) for blocks in self._blocks]
         self._layers = [[_KVLayer.of(layer, self._is_on_host) for layer in of_group] for of_group in self._tokens]
-        # By KV cache group, tokens of a block; 0 where it is not known how they lie there.
+        # By KV cache group, tokens of a block; 0 where the layout of tokens is not known.
         self.tokens_of_block = [math.prod(of_group[0].places) if of_group else 0 for of_group in self._tokens]
         self.block_sizes = np.array([table.block_size for table in tables])
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
-        """Copy whole blocks, in all layers, [copies, 2] int64 from where, and where to; all are read before that.
+        """Copies whole blocks in all layers, [copies, 2] int64 from, to; all are read before any is written.
 
-        KV cache groups may lie over each other, so that layers see the same bytes. Copies of all blocks, which in a
-        host's memory cost more to have than to fill, are held only there, and if a block is source and destination.
+        KV cache groups may overlap, so that layers see the same bytes. All sources are copied first only on devices,
+        or where groups overlap, and only if a block is both source and destination: a host takes longer to allocate
+        such copies than to fill them.
         """
         if set(pairs[:, 0].tolist()).isdisjoint(pairs[:, 1].tolist()):
             at = self.indices(*pairs.T)
@@ -148,16 +149,16 @@ class KVCaches:
             layer.index_copy_(0, destinations, blocks)
 
     def copy_parts(self, number: int, pairs: np.ndarray, parts: np.ndarray) -> None:
-        """Copy parts of blocks to others; no block is both source and destination.
+        """Copies parts of blocks to others; no block is both source and destination.
 
         Args:
-            number: Of their KV cache group, of which it is known how tokens lie in its blocks.
+            number: The KV cache group, whose layout of tokens is known.
             pairs: [copies, 2] int64 blocks.
-            parts: [copies, 2] int64, the first token of each, and where it ends. Some beside them may be copied, too.
+            parts: [copies, 2] int64, the first token of each, and where it ends. Neighbours may be copied, too.
         """
         split = dict[tuple[int, ...], list[tuple[slice, tuple[Any, ...]]]]()
         for layer in self._layers[number]:
-            if layer.places not in split:  # which many layers have in common
+            if layer.places not in split:  # many layers have it in common
                 split[layer.places] = [
                     (which_places, self.indices(*pairs[which].T))
                     for which_places, which in _kv_parts_of_places(layer.places, *parts.T)
@@ -166,16 +167,16 @@ class KVCaches:
                 copy_kv_entries(layer.part(which_places), *at)
 
     def read_tokens(self, number: int, slots: np.ndarray) -> list[Any]:
-        """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""
+        """The contents of KV cache group `number` in slots [n] int64, which count tokens from block 0 on."""
         return [contents[at] for contents, at in self._token_contents(number, slots)]
 
     def write_tokens(self, number: int, slots: np.ndarray, held: Sequence[Any]) -> None:
-        """Let these slots [n] hold what was read of as many others."""
+        """Writes to slots [n] what was read from as many others."""
         for (contents, at), of_layer in zip(self._token_contents(number, slots), held, strict=True):
             contents[at] = of_layer
 
     def _token_contents(self, number: int, slots: np.ndarray) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """What each layer of a KV cache group holds, and where slots are in it."""
+        """The contents of each layer of a KV cache group, and the indices of slots in it."""
         at = dict[tuple[int, ...], tuple[Any, ...]]()
         for contents, places, *_ in self._layers[number]:
             if places not in at:
@@ -183,11 +184,11 @@ class KVCaches:
             yield contents, at[places]
 
     def indexable(self, tensor: torch.Tensor) -> Any:
-        """A tensor of this device, on hosts as numpy sees it."""
+        """A tensor of this device, as a numpy array on hosts."""
         return tensor.numpy() if self._is_on_host else tensor
 
     def indices(self, *indices: np.ndarray) -> tuple[Any, ...]:
-        """What indexes it."""
+        """Indices of what `indexable` returns: numpy arrays on hosts, tensors of the device elsewhere."""
         return indices if self._is_on_host else (*uploaded_together_for_search(indices, self.device),)
 
     @property
@@ -201,21 +202,21 @@ class KVCaches:
 
     @cached_property
     def token_segments(self) -> KVSegments:
-        """What a kernel must know to copy tokens, which lie in their blocks one by one."""
+        """What a kernel must know to copy tokens, which must be stored one by one in their blocks."""
         assert all(len(places) == 1 for of_group in self._tokens for _, places in of_group), "tokens lie in tiles"
         of_groups = [[run for contents, _ in of_group for run in _kv_runs(contents)] for of_group in self._tokens]
         return KVSegments.of(of_groups, self.device)
 
     @cached_property
     def tables_on_device(self) -> list[torch.Tensor]:
-        """[tables] each, what a kernel must know of them: pointers, entries from slot to slot, and block sizes."""
+        """[tables] each, what a kernel must know of tables: addresses, entries from slot to slot, and block sizes."""
         pointers = np.array([table.blocks.data_ptr() for table in self.tables], np.uint64)
         strides = np.array([table.blocks.stride(0) for table in self.tables])
         return uploaded_together_for_search([pointers, strides, self.block_sizes], self.device)
 
     @cached_property
     def are_apart(self) -> bool:
-        """Whether no byte of a block belongs to two layers, so that each layer may be copied when it likes."""
+        """Whether no byte of a block belongs to two layers, so that layers may be copied in any order."""
         runs = sorted(self._block_runs)
         for at, (pointer, stride, _, length) in enumerate(runs, start=1):
             for other, other_stride, _, other_length in runs[at:]:
@@ -230,17 +231,17 @@ class KVCaches:
 def kv_copies_in_order(pairs: np.ndarray) -> tuple[np.ndarray, int]:
     """Copies [n, 2] in an order in which no block is written before it is read.
 
-    In a circle of copies one of its blocks is held until all others are written: `HELD` stands for it.
+    In a cycle of copies, one block is held until all others are written: `HELD` stands for it.
 
     Returns:
-        [n or more, 2], and how many of the first ones can go side by side, as they depend on no other.
+        [n or more, 2], and how many of the first ones depend on no other, and can run in parallel.
     """
     is_alone = ~(np.isin(pairs[:, 0], pairs[:, 1]) | np.isin(pairs[:, 1], pairs[:, 0]))
     left = {to: source for source, to in pairs[~is_alone].tolist()}
     readers, ordered = Counter(left.values()), pairs[is_alone].tolist()
     ready = [destination for destination in left if not readers[destination]]
     while left:
-        if not ready:  # circles alone are left
+        if not ready:  # only cycles are left
             first = next(iter(left))
             ordered.append((first, HELD))
             readers[first] -= 1
@@ -257,7 +258,7 @@ def kv_copies_in_order(pairs: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def copy_kv_blocks_in_turn(blocks: np.ndarray, ordered: Sequence[tuple[int, int]]) -> None:
-    """Copy some blocks [n, ...] after others, see `kv_copies_in_order`."""
+    """Copies blocks [n, ...] one after the other, see `kv_copies_in_order`."""
     held = blocks[:0]
     for source, destination in ordered:
         if destination == HELD:
@@ -267,13 +268,13 @@ def copy_kv_blocks_in_turn(blocks: np.ndarray, ordered: Sequence[tuple[int, int]
 
 
 def copy_kv_entries(held: Any, sources: Any, destinations: Any) -> None:
-    """Copy entries of `held` [n, ...] to others; none is both source and destination."""
+    """Copies entries of `held` [n, ...] to others; none is both source and destination."""
     if isinstance(held, torch.Tensor):
         held[destinations] = held[sources]
         return
     if (entry_bytes := held[0].nbytes) > SMALL_BYTES:
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-            held[destination] = held[source]  # with no copy in between, as there is of several
+            held[destination] = held[source]  # without the intermediate copy that several need
         return
     at_a_time = PIECE_BYTES // max(entry_bytes, 1)
     for first in range(0, len(sources), at_a_time):
@@ -282,9 +283,9 @@ def copy_kv_entries(held: Any, sources: Any, destinations: Any) -> None:
 
 
 def kv_in_words(held: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
-    """The same memory [*dims, ..., words]: behind the first dimensions in another order, and in larger words.
+    """The same memory as [*dims, ..., words]: the later dimensions reordered, and in larger words.
 
-    The last dimension is what lies in a row: copied much faster.
+    The last dimension is a contiguous run, which is copied much faster.
     """
     size, length, apart = held.element_size(), held.element_size(), list[tuple[int, int]]()
     for stride, count in sorted(zip(held.stride()[num_dims:], held.shape[num_dims:], strict=True)):
@@ -301,7 +302,7 @@ def kv_in_words(held: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
 
 
 def _kv_runs(words: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """Of all that lies in a row in [blocks, tokens, ..., words]: pointer, bytes along two dimensions, and of itself."""
+    """The contiguous runs of [blocks, tokens, ..., words]: address, bytes along two dimensions, and length."""
     size, (of_block, of_token, *strides, _) = words.element_size(), words.stride()
     apart = [range(0, stride * count, stride) for stride, count in zip(strides, words.shape[2:-1], strict=True)]
     for offsets in itertools.product(*apart):
@@ -309,13 +310,13 @@ def _kv_runs(words: torch.Tensor) -> Iterator[tuple[int, ...]]:
 
 
 def _distinct_kv_layers(layers: Iterable[ByToken]) -> list[ByToken]:
-    """Layers that share a cache see the same tokens."""
+    """Layers without those that share a cache with an earlier one, and so have the same tokens."""
     in_words = (ByToken(kv_in_words(contents, 1 + len(places)), places) for contents, places in layers)
     return [*{_kv_place(layer.contents): layer for layer in in_words}.values()]
 
 
 def _distinct_kv_blocks(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Layers that share a cache see the same blocks. Where KV cache groups lie over each other, one view will do.
+    """Layers without those that share a cache with another one. Where KV cache groups overlap, one view is enough.
 
     A block belongs to one group. If it is a single run of bytes, the longest run copies what any of the groups wrote.
     """
@@ -328,7 +329,7 @@ def _distinct_kv_blocks(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _kv_place(words: torch.Tensor) -> tuple[object, ...]:
-    """Equal for what lies at the same place; of blocks that are a single run, for those that begin there."""
+    """Equal for layers at the same place; for blocks that are a single run, for all that begin there."""
     start = words.data_ptr(), words.stride(0) * words.element_size()
     return start if words.dim() == 2 else (*start, words.dtype, words.shape, words.stride())
 
@@ -336,10 +337,10 @@ def _kv_place(words: torch.Tensor) -> tuple[object, ...]:
 def _kv_parts_of_places(
     places: tuple[int, ...], first: np.ndarray, end: np.ndarray
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Tokens `first` [copies] to `end` [copies] of blocks, and whatever lies at the same of the first places.
+    """Splits copies of tokens `first` [copies] to `end` [copies] of blocks by the range of first places that they need.
 
     Yields:
-        A part of the first dimension of places, and [copies] bool of which blocks it is copied.
+        A range of the first dimension of places, and [copies] bool, the copies that need it.
     """
     of_place, num_places = math.prod(places[1:]), places[0] + 1
     keys = first // of_place * num_places - (-end // of_place)

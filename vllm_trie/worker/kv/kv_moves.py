@@ -1,6 +1,6 @@
-"""What moves in KV caches: plans that the host makes, and forks, whose parents a GPU alone knows.
+"""What moves in KV caches: plans that the host makes, and forks, whose parents only the device knows.
 
-On GPUs `worker.kv.copies` carries them out; elsewhere the host looks at the parents, and torch and numpy do.
+On GPUs `worker.kv.copies` carries them out; elsewhere the host reads the parents, and torch and numpy do.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_caches import KVCaches
 
-LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
+LARGE_BLOCK = 128  # tokens: from this block size on, a part of a block is copied faster than all of it
 
 
 class KVPart(NamedTuple):
-    """Parts of blocks that are copied of one KV cache group; no block is both source and destination."""
+    """Copies of parts of blocks, in one KV cache group; no block is both source and destination."""
 
     number: int  # of the KV cache group
-    pairs: np.ndarray  # [copies, 2] int64 blocks, from where, and where to
-    tokens: np.ndarray  # [copies, 2] int64, the first one in the block that is copied, and where that ends
+    pairs: np.ndarray  # [copies, 2] int64 blocks, from, to
+    tokens: np.ndarray  # [copies, 2] int64, the first copied token in the block, and where the copied ones end
 
 
 class KVMoves(NamedTuple):
-    """Contents of blocks are copied, and on top of them those of tokens: these are read before any is written."""
+    """Copies of blocks, and after these of tokens, which are read before anything is written."""
 
-    blocks: np.ndarray  # [copies, 2] int64, from where, and where to, in all layers
-    tokens: Sequence[np.ndarray] = ()  # by KV cache group: [2, tokens] int64 slots, likewise
+    blocks: np.ndarray  # [copies, 2] int64, from, to, in all layers
+    tokens: Sequence[np.ndarray] = ()  # by KV cache group: [2, tokens] int64 slots, from, to
     parts: Sequence[KVPart] = ()  # of other blocks
 
     @classmethod
     def together(cls, plans: Sequence[KVMoves]) -> KVMoves:
-        """Those of several groups of rows, each for all KV cache groups."""
+        """Joins the plans of several groups of rows, each for all KV cache groups."""
         tokens = [np.hstack(of_number) for of_number in zip(*(plan.tokens for plan in plans), strict=True)]
         parts = [part for plan in plans for part in plan.parts]
         return cls(np.concatenate([plan.blocks for plan in plans]), tokens, parts)
 
 
 def move_kv(moves: KVMoves, kv: KVCaches) -> None:
-    """Carry out a plan."""
+    """Carries out a plan, by kernels where there are some."""
     if launches.worker_runs_kernels_on(kv.device):
         launches.worker_module_for_gpus("kv.copies").launch_kv_moves(moves, kv)
     else:
@@ -50,7 +50,7 @@ def move_kv(moves: KVMoves, kv: KVCaches) -> None:
 
 
 def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
-    """The same without kernels of ours: on hosts by numpy, which is faster there, on GPUs what kernels must equal."""
+    """`move_kv` without Triton kernels: on hosts by numpy, which is faster there; on GPUs the kernels' reference."""
     moving = [(number, from_to) for number, from_to in enumerate(moves.tokens) if from_to.size]
     held = [(number, to, kv.read_tokens(number, from_)) for number, (from_, to) in moving]
     if len(moves.blocks):
@@ -62,11 +62,11 @@ def move_kv_by_torch(moves: KVMoves, kv: KVCaches) -> None:
 
 
 def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """[3, R] int64 what is known of rows before they are to continue others: see `KVFork`, the last count apart.
+    """[3, R] int64, what is known of rows before they continue others: `KVFork.rows` without the last count.
 
     Args:
-        slots: [G, b] of the rows of equally wide groups; such groups come together.
-        num_common: [G] each, tokens that are the same in all histories of a group, the first ones.
+        slots: [G, b] of the rows of equally wide groups; one array per width.
+        num_common: [G] each, how many first tokens all histories of a group have in common.
     """
     rows, first = [np.empty((3, 0), np.int64)], 0
     for of_groups, of_prompts in zip(slots, num_common, strict=True):
@@ -78,28 +78,28 @@ def kv_rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence
 
 
 class KVFork(NamedTuple):
-    """R rows that continue the histories of rows of their own group, some their own; on the device.
+    """R rows that continue histories of rows of their own group, possibly their own; on the device.
 
-    A row that continues another is dead itself: no row is both source and destination, so the order of copies is free.
+    A row that continues another is dead itself: no row is both source and destination, so copies may run in any order.
     """
 
-    # [4, R] int64: slots, the first row of their group among the R, tokens that the histories of their group have in
-    # common, and tokens of each history
+    # [4, R] int64: slots, the first row of their group among the R, how many first tokens the histories of their group
+    # have in common, and tokens of each history.
     rows: torch.Tensor
-    parents: torch.Tensor  # [R] integers, which row of its group each continues
-    num_tokens_on_host: np.ndarray  # [R], the last of the counts
+    parents: torch.Tensor  # [R] integers, the row of its group that each continues
+    num_tokens_on_host: np.ndarray  # [R], the last row of `rows`
 
     @classmethod
     def of(
         cls, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], device: torch.device
     ) -> KVFork:
-        """Let rows continue rows of their own group.
+        """Lets rows continue rows of their own group.
 
         Args:
             rows: [3, R], see `kv_rows_of_groups`.
             num_tokens: [R], of each history, all of them computed.
-            parents: [G, b] each, on the device, which row of its group each continues.
-            device: That.
+            parents: [G, b] each, on the device, the row of its group that each continues.
+            device: The rows' device.
         """
         of_rows = torch.cat([chosen.flatten() for chosen in parents]) if len(parents) > 1 else parents[0].flatten()
         return cls(uploaded_for_search(np.vstack([rows, num_tokens]), device), of_rows, num_tokens)
@@ -111,9 +111,9 @@ class KVFork(NamedTuple):
         return slots[firsts + self.parents]
 
     def moving(self) -> np.ndarray:
-        """[4, rows] of those that continue another one: slots, those that they continue, and the two counts.
+        """[4, rows] of those that continue another one: slots, sources, and the two counts.
 
-        For where it costs nothing to look at the device.
+        For host-readable devices.
         """
         rows = self.rows.cpu().numpy()
         sources = rows[0].take(rows[1] + self.parents.cpu().numpy())
@@ -124,12 +124,12 @@ class KVFork(NamedTuple):
 
 
 def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
-    """Let each row continue the history of its source: its tokens, its full blocks, and what its tail blocks hold.
+    """Lets each row continue the history of its source: copies its tokens, full blocks, and contents of tail blocks.
 
     Args:
-        fork: Rows that continue themselves are left as they are.
+        fork: Rows that continue themselves stay unchanged.
         tokens: [slots, length] int32, of each slot.
-        kv: Where blocks lie, and the tables of the rows.
+        kv: The blocks, and the tables of the rows.
     """
     if launches.worker_runs_kernels_on(kv.device):
         launches.worker_module_for_gpus("kv.copies").launch_kv_fork(fork, tokens, kv)
@@ -139,10 +139,10 @@ def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
 
 
 def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> None:
-    """Copy tokens, and full blocks of all tables, from the source of each of `KVFork.moving` rows.
+    """Copies tokens, and full blocks of all tables, from the source of each of `KVFork.moving` rows.
 
-    What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
-    next ones by now, nobody reads generated tokens at all.
+    Nobody reads tokens beyond a history; on the earlier stages of a pipeline, where vLLM may have written the next ones
+    by now, nobody reads generated tokens at all.
     """
     num_common, num_tokens = rows[2:]
     slots, sources = kv.indices(*rows[:2])
@@ -161,10 +161,9 @@ def copy_kv_histories(rows: np.ndarray, tokens: torch.Tensor, kv: KVCaches) -> N
 
 
 def kv_moves_of_tails(rows: np.ndarray, kv: KVCaches) -> KVMoves:
-    """What each source's partly filled tail blocks hold, into the row's own.
+    """Moves the contents of each source's partly filled tail blocks into the row's own.
 
-    Of large blocks, as hosts and models with recurrent states have them, only what rows of a group do not have in
-    common.
+    Of large blocks, as on hosts and for models with recurrent states, only what rows of a group do not have in common.
     """
     whole, parts = [np.empty((0, 2), np.int64)], list[KVPart]()
     for table, block_size, number in kv.tables:

@@ -1,1 +1,1 @@
-"""The rows of groups in vLLM's runner: what each holds, and where it lies."""
+"""The rows of groups in vLLM's runner: what each has, and where it is stored."""

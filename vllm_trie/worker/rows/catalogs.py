@@ -1,4 +1,4 @@
-"""The catalogs of one worker, on its device. The scheduler decides which there are."""
+"""The catalogs of one worker, on its device. The scheduler decides which it has."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RowCatalogs:
     """Item tries by the digest of their catalog.
 
     Args:
-        device: Where the search is; None on the earlier stages of a pipeline, which have no part in it, and hold none.
+        device: The search's; None on the earlier stages of a pipeline, which do not search and have no tries.
         room: Bytes for what comes with requests: `request_tables_bytes`.
-        files: Those that the engine starts with.
+        files: The catalog files that the engine starts with.
     """
 
     def __init__(self, device: torch.device | None, room: int = 0, files: Collection[str] = ()) -> None:
@@ -34,15 +34,15 @@ class RowCatalogs:
 
     @cached_property
     def closed(self) -> ClosedNodes:
-        """What is closed to searches."""
+        """The catalog nodes that searches exclude."""
         return ClosedNodes(self._device or torch.device("meta"))
 
     def with_small_levels(self, rules_of_groups: Mapping[str, SearchRules], most: int) -> set[str]:
-        """The groups along catalogs of which no level has more than `most` tokens."""
+        """The groups whose catalogs have at most `most` tokens in every level."""
         return {id_ for id_, rules in rules_of_groups.items() if 0 < self.trie_of(rules).most_in_level <= most}
 
     def trie_of(self, rules: SearchRules) -> ConstraintTrie:
-        """The trie along which searches with these rules go."""
+        """The trie that searches with these rules follow."""
         assert rules.items is not None
         return self.tries[rules.items.catalog]
 
@@ -51,10 +51,10 @@ class RowCatalogs:
         return None if self._device is None else torch.empty(self._room, dtype=torch.uint8, device=self._device)
 
     def load_first(self, path: str, vocab_size: int) -> None:
-        """Take in a file at the start, when nobody but this worker may have looked at it.
+        """Loads a file at startup, which nobody may have checked before.
 
         Raises:
-            ValueError: it is no catalog, or no trie, which kernels would not notice, or for another vocabulary.
+            ValueError: it is no catalog or no trie, which kernels would not notice, or has another vocabulary.
         """
         if self._device is not None:
             catalog = catalog_files.Catalog.open(path)
@@ -63,18 +63,18 @@ class RowCatalogs:
             self._add(catalog)
 
     def load(self, path: str, digest: str | None = None) -> str:
-        """Take in a file that the front end has checked, unless its digest is another one than this. Returns it."""
+        """Loads a file that the front end has checked, if `digest` is None or its own. Returns its digest."""
         catalog = catalog_files.Catalog.open(path)
         if digest in (None, catalog.digest):
             self._add(catalog)
         return catalog.digest
 
     def apply(self, changes: CatalogChanges) -> None:
-        """Do what the scheduler says, before a step."""
+        """Makes the scheduler's changes, before a step."""
         if self._device is None:
             return
         for digest in changes.gone:
-            self.tries.pop(digest, None)  # which not every worker has after a load that failed
+            self.tries.pop(digest, None)  # after a failed load not every worker has it
             self.closed.drop(digest)
         for content in changes.new.values():
             self._add(catalog_files.Catalog.from_bytes(content, checks=False))
@@ -91,14 +91,14 @@ class RowCatalogs:
 
 
 class TakesRowCatalogs:
-    """A worker that is told to load catalogs, see `vllm_trie.engine.catalogs`."""
+    """A worker that loads catalogs on request, see `vllm_trie.engine.catalogs`."""
 
     model_runner: Any
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and then the engine's catalogs: beside its weights, which `sleep` may discard.
+        """Loads the model, and then the engine's catalogs: outside of its weights, which `sleep` may discard.
 
-        Profiling counts their memory, as it comes later.
+        Profiling comes later, and counts their memory.
         """
         super().load_model(**kwargs)  # type: ignore[misc]
         vocab_size = self.model_runner.vllm_config.model_config.get_vocab_size()
@@ -106,5 +106,5 @@ class TakesRowCatalogs:
             self.model_runner.catalogs.load_first(path, vocab_size)
 
     def load_catalog(self, name: str, path: str, digest: str) -> str:
-        """Load a file for a name, which the scheduler alone knows, if its digest is this one. Returns what it is."""
+        """Loads a file, if its digest is this one. Returns its digest. Only the scheduler needs `name`."""
         return str(self.model_runner.catalogs.load(path, digest))

@@ -1,4 +1,4 @@
-"""What vLLM's runner holds of each row, and whether all of it is known: so that rows may become copies of others."""
+"""What vLLM's runner stores per row, and whether all of it is known, so that rows may become copies of others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 
 def refuse_own_row_state(model_state: ModelState) -> None:
-    """Refuse a model that brings a state of its own: what it holds of a row, nobody here lets others continue.
+    """Refuses a model with its own per-row state, which rows could not take over when they fork.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the state.
     """
     kind = type(model_state)
     if kind not in (DefaultModelState, EncoderDecoderModelState, MambaHybridModelState):
@@ -28,17 +28,17 @@ def refuse_own_row_state(model_state: ModelState) -> None:
 
 
 def may_copy_rows(runner: GPUModelRunner) -> bool:
-    """Whether all that a runner holds of a request is what `Rows.add_copies` copies."""
+    """Whether `Rows.add_copies` copies everything that a runner stores of a request."""
     sampler = runner.sampler
     has_budgets = sampler is not None and sampler.thinking_budget_state.enabled
     return not any((has_budgets, runner.adaptive_verification is not None))
 
 
 def row_arrays_by_slot(runner: GPUModelRunner) -> Iterator[np.ndarray]:
-    """What vLLM, whatever its version, holds of each slot on the host: what is asked of sampling, numbers of tokens."""
+    """vLLM's host arrays by slot, in any version: sampling options, numbers of tokens and the like."""
     sampler, num_slots = runner.sampler, runner.max_num_reqs
     of_sampler = () if sampler is None else (sampler, *sampler.logits_processors, *vars(sampler).values())
-    embeds = getattr(runner.model_state, "prompt_embeds_state", None)  # where `prompt_embeds` lie, and how many
+    embeds = getattr(runner.model_state, "prompt_embeds_state", None)  # where `prompt_embeds` are, and how many
     for owner in (*of_sampler, runner.req_states, runner.prompt_logprobs_worker, runner.lora_state, embeds):
         values = vars(owner).values() if type(owner).__module__.startswith("vllm.v1.worker.gpu.") else ()
         for value in values:

@@ -1,6 +1,6 @@
-"""What the rows of groups carry, brought together from where it lies: with the groups, in the runner, in the message.
+"""Gathers what the rows of groups carry: from the groups, the runner, and the scheduler's message.
 
-Everything that depends on which constraints there are is here; `select`, `draft` and `verify` know of none.
+Everything that depends on which constraints there are is here; `select`, `draft` and `verify` know none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RowBeams:
     """What the rows of one runner carry.
 
     Args:
-        rows: Which hold tokens.
+        rows: The runner's rows, for their tokens.
         catalogs: On its device.
     """
 
@@ -36,10 +36,10 @@ class RowBeams:
         self._catalogs = catalogs
 
     def begin(self, rules: SearchRules, resumed: Resumed | None, excludes: str | None = None) -> States:
-        """Of rows that enter: one without a token, or all that go on after a preemption.
+        """The states of rows that enter: one row without tokens, or all rows that continue after a preemption.
 
         Args:
-            excludes: By which digest closed nodes are known, if there are any.
+            excludes: The digest of the search's closed nodes, if there are any.
         """
         device, num_rows = self._rows.device, 1 if resumed is None else len(resumed.histories)
         keys = [key for key in self._constraints(rules) if key.source is ConstraintSource.LAST_STEP]
@@ -65,16 +65,16 @@ class RowBeams:
         vocab_size: int,
         amateur: torch.Tensor | None = None,
     ) -> SearchBeams:
-        """Of some groups with these rules, which have constraints, before they select.
+        """What the rows of groups with these rules, which have constraints, carry before they select.
 
         Args:
-            rules: Theirs.
+            rules: The rules of all groups.
             groups: G of them.
-            num_tokens: [G], of each row of a group.
-            masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar, or the
-                search is over, and this a step that was scheduled before that was known.
+            num_tokens: [G], tokens of each row of a group.
+            masks: By group: [r, V / 32], the tokens that its rows may take, packed; empty without a grammar, or if the
+                step was scheduled before the end of the search was known.
             vocab_size: V.
-            amateur: [G, r, V] logits of a draft model, where the rules contrast it.
+            amateur: [G, r, V] logits of a draft model, if the rules contrast it.
         """
         beams = beams_of_rows(groups)
         states = dict(beams.states)
@@ -84,12 +84,12 @@ class RowBeams:
             elif key.source is ConstraintSource.MASKS and masks:
                 states[key] = unpacked_constraint_mask(torch.stack([*masks]), vocab_size)
             elif key.source is ConstraintSource.AMATEUR:
-                assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
+                assert amateur is not None, "the front end refuses contrast without a draft model"
                 states[key] = search_log_probabilities(amateur, temperature=rules.filters.temperature)
         return beams._replace(states=states)
 
     def before_drafts(self, rules: SearchRules, group: GroupRows, num_tokens: int, num_layers: int) -> SearchBeams:
-        """Of one group from whose rows so many layers of drafts may grow."""
+        """What the rows of one group carry, before `num_layers` layers of drafts grow from them."""
         states = dict(group.beams.states)
         for key in self._constraints(rules):
             if key.source is ConstraintSource.TOKENS:
@@ -98,7 +98,7 @@ class RowBeams:
         return group.beams._replace(states=states)
 
     def _constraints(self, rules: SearchRules) -> list[Constraint]:
-        """Those of these rules, on this device."""
+        """The constraints of these rules, on this device."""
         return [key.on(self._catalogs.tries, rules.stops.token_ids) for key in rules.constraints]
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
@@ -107,10 +107,10 @@ class RowBeams:
 
 
 def row_tokens_flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    """Histories of several lengths that end in the same column; `NOTHING` stands in front of the shorter ones.
+    """Right-aligned histories of different lengths, with `NOTHING` before the shorter ones.
 
     Args:
-        tokens: [G, r, L], flush left; L is the greatest length.
+        tokens: [G, r, L], left-aligned; L is the greatest length.
         lengths: [G], of all rows of each group.
     """
     longest = tokens.shape[-1]

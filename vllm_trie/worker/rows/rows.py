@@ -1,9 +1,9 @@
-"""The rows of beam groups, and all that is written of them into vLLM's arrays by slot.
+"""The rows of beam groups, and everything of them that is written into vLLM's arrays by slot.
 
-That is tokens, block tables, counts and contents of KV blocks. A row of a group is a request with a slot of its own to
-vLLM's runner, and has a place in its batch. vLLM takes in one request after the other, and uploads the tokens of each.
-The rows of a group differ in their blocks alone, and in what each has generated: so the first one comes in as vLLM's
-requests do, the others become what it is.
+That is tokens, block tables, counts and contents of KV blocks. To vLLM's runner, a row of a group is a request with its
+own slot and place in the batch. vLLM takes in one request after the other, and uploads the tokens of each. The rows of
+a group differ only in their blocks and generated tokens: so the first one comes in as vLLM's requests do, and the
+others become copies of it.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class NextBeams(NamedTuple):
     """What the last stage of a pipeline has selected for a group, as an earlier one receives it."""
 
     parents: torch.Tensor  # [b] int32, on the device
-    tokens: torch.Tensor  # [b] int32, likewise
-    num_tokens: int  # that the group's rows held then, all of them computed
-    have_rows: bool  # already; else they get them in their next step
-    received: Any  # the event of its stream after which they are there
+    tokens: torch.Tensor  # [b] int32, on the device
+    num_tokens: int  # of the group's rows then, all of them computed
+    have_rows: bool  # already; otherwise they get them in their next step
+    received: Any  # the event of the receiving stream after which the tensors are valid
 
 
 @dataclass(slots=True, eq=False)
 class GroupRows:
-    """The rows of one group, each a request with a slot of its own to vLLM's runner."""
+    """The rows of one group, each a request with its own slot to vLLM's runner."""
 
     request: NewRequestData  # as vLLM sent it
     search: SearchRules  # how they select, whatever the phase
     row_ids: list[str]
-    batch: SearchBeams  # what they carry, among others that have selected together
-    tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
+    batch: SearchBeams  # what the rows carry, among those of other groups that selected with them
+    tokens: torch.Tensor  # [rows of the next step] int64 on the device, the newest token of each beam
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
-    prompt_index: Any = None  # in which drafts are looked up
-    place: int = 0  # of the group in its batch
+    prompt_index: Any = None  # for looking up drafts
+    place: int = 0  # the group's index in `batch`
     phase: SearchPhase | None = None  # of their present step
-    rules: SearchRules = field(init=False)  # how they select in this phase: the same object until it is another
-    held: Any = None  # where CUDA graphs of steps put what rows carry, once one has taken a step of theirs
-    roots: Any = None  # the rows as speculation left them; `tables`: by KV cache group [b, columns] int32 their blocks
+    rules: SearchRules = field(init=False)  # how they select in this phase; the same object until the phase changes
+    held: Any = None  # where CUDA graphs of steps write what rows carry, once one has taken a step of this group
+    roots: Any = None  # the rows after speculation; `tables`: by KV cache group [b, columns] int32, their blocks
 
     def __post_init__(self) -> None:
         self.rules = self.search
@@ -80,7 +80,7 @@ class GroupRows:
 
     @property
     def prompt(self) -> list[int]:
-        """Its tokens, as the runner has them: 0 where embeddings stand instead."""
+        """Token ids of the prompt, as the runner has them: 0 where it has embeddings instead."""
         request = self.request
         if request.prompt_embeds is None:
             return request.prompt_token_ids or []
@@ -89,8 +89,8 @@ class GroupRows:
 
 
 def beams_of_rows(groups: Sequence[GroupRows]) -> SearchBeams:
-    """What the rows of some groups carry, which are equally wide and under equal constraints."""
-    beams, are_together = groups[0].batch, True  # they have selected together before, as a rule
+    """What the rows of groups carry, which are equally wide and have equal constraints."""
+    beams, are_together = groups[0].batch, True  # usually they have selected together before
     for place, group in enumerate(groups):
         are_together &= group.batch is beams and group.place == place
     if are_together and len(beams.scores) == len(groups):
@@ -112,24 +112,24 @@ class BatchRows:
         self._place_of_slot[batch.idx_mapping_np] = np.arange(batch.num_reqs)
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Of any shape: where the rows in these slots are."""
+        """Indices in the batch of the rows in these slots; any shape."""
         return self._place_of_slot[slots]
 
     def num_tokens(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many tokens these rows hold, this step's included."""
+        """Tokens of these rows, including this step's; any shape."""
         return self.batch.seq_lens_cpu_upper_bound.numpy()[places]
 
     def first_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: where the logits of these rows begin."""
+        """Where the logits of these rows begin; any shape."""
         return self.batch.cu_num_logits_np[places]
 
     def num_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many logits these rows have."""
+        """How many logits these rows have; any shape."""
         return np.diff(self.batch.cu_num_logits_np)[places]
 
 
 def row_rope_state(runner: GPUModelRunner) -> RopeState | None:
-    """What a runner holds of M-RoPE positions, if its model has them."""
+    """A runner's state of M-RoPE positions, if its model has them."""
     state = runner.model_state
     return state.rope_state if isinstance(state, DefaultModelState) else None
 
@@ -145,14 +145,14 @@ class Rows:
         self._runner = runner
         self._sampler = runner.sampler  # None on the earlier stages of a pipeline
         self.device = runner.device
-        self.all_tokens = runner.req_states.all_token_ids.gpu  # [slots, length] int32, and whatever lies behind them
-        self.beside: TokenStates | None = None  # what lies by token beside the KV caches, if anything
+        self.all_tokens = runner.req_states.all_token_ids.gpu  # [slots, length] int32; arbitrary after their ends
+        self.beside: TokenStates | None = None  # states stored by token besides the KV caches, if any
 
     @cached_property
     def kv(self) -> KVCaches:
-        """The runner's KV caches, a draft model's among them, what lies beside them, and the tables of their blocks.
+        """The runner's KV caches, including a draft model's, `beside`, and the tables of their blocks.
 
-        Left out are tables that say the same of all rows of a group.
+        Tables that are equal for all rows of a group are left out.
         """
         runner, own = self._runner, [] if self.beside is None else [self.beside.by_token.contents]
         config, tables = runner.kv_cache_config, runner.block_tables
@@ -165,12 +165,12 @@ class Rows:
         return KVCaches([*runner.kv_caches, *own], config.num_blocks, by_token, differing)
 
     def upload(self, values: Any, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:
-        """Integers that the host knows, on the device; nobody waits for it."""
+        """Integers from the host, on the device; nobody waits for the copy."""
         return uploaded_for_search(np.asarray(values, dtype), self.device)
 
     @property
     def block_tables(self) -> BlockTables:
-        """The runner's."""
+        """The runner's block tables."""
         return self._runner.block_tables
 
     def tokens(self, slots: np.ndarray, start: int, end: int) -> torch.Tensor:
@@ -180,11 +180,11 @@ class Rows:
     def generated(
         self, groups: Sequence[GroupRows], num_tokens: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """What rows of G groups have generated, of which each row of a group holds `num_tokens` [G].
+        """What rows of G groups have generated; each row of a group has `num_tokens` [G] tokens.
 
         Returns:
-            int32 tokens on the device, where the rows [G, r] are in them, and [G] where what was generated begins.
-            Where it saves copying, tokens of other rows, and of prompts, are among them.
+            int32 tokens on the device, the rows' indices [G, r] in them, and [G] where generated tokens begin. To save
+            copies, they may include tokens of other rows, and of prompts.
         """
         tokens, slots = self.all_tokens, np.array([group.slots for group in groups])
         starts = np.array([len(group.prompt) for group in groups])
@@ -196,17 +196,17 @@ class Rows:
         return of_groups, np.arange(slots.size).reshape(slots.shape), np.zeros_like(starts)
 
     def num_computed(self, group: GroupRows) -> int:
-        """Tokens of each row that are computed."""
+        """Computed tokens of each row."""
         return int(self._runner.req_states.num_computed_tokens_np[group.slots[0]])
 
     def slots_of(self, row_ids: Sequence[str]) -> np.ndarray:
-        """Where rows are."""
+        """The slots of rows."""
         return np.array([self._runner.req_states.req_id_to_index[row_id] for row_id in row_ids], dtype=np.int64)
 
     def add_copies(self, fanning_out: Sequence[tuple[GroupRows, GroupStep]]) -> None:
-        """Give slots to the further rows of groups that fan out, and let these hold what that of the first row holds.
+        """Gives slots to the further rows of groups that fan out, with copies of the first row's contents.
 
-        To be called before vLLM takes in requests: afterwards it uploads what it holds on the host.
+        To be called before vLLM takes in requests: afterwards it uploads its host arrays.
         """
         arrays = [*row_arrays_by_slot(self._runner)] if fanning_out else []
         for group, step in fanning_out:
@@ -222,7 +222,7 @@ class Rows:
         states.index_to_req_id.update(zip(slots.tolist(), others, strict=True))
         for array in arrays:
             array[slots] = array[first]
-        if runner.encoder_cache is not None:  # as vLLM takes in a request; what is encoded, it finds by content
+        if runner.encoder_cache is not None:  # as vLLM takes in a request; encoder outputs are found by content
             for row_id in others:
                 runner.encoder_cache.add_request(row_id, request.mm_features)
         if request.lora_request is not None:
@@ -239,7 +239,7 @@ class Rows:
         self._write_tables(slots, at, [table[1:] for table in step.rows.tables])
 
     def _write_counts(self, slots: np.ndarray, at: torch.Tensor, length: int, num_computed: int) -> None:
-        """How many tokens there are: what is computed, and what a preempted group has to compute again."""
+        """Writes numbers of tokens: of those computed, and of those that a preempted group computes again."""
         states = self._runner.req_states
         states.prefill_len.np[slots] = length
         states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = num_computed
@@ -254,7 +254,7 @@ class Rows:
     def _write_rope_positions(
         self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int
     ) -> None:
-        """M-RoPE positions: those of the prompt, which depend on its images, and after it one more for each token."""
+        """Writes M-RoPE positions: the prompt's, which depend on its images, then increasing by one."""
         rope = row_rope_state(self._runner)
         if rope is None:
             return
@@ -266,23 +266,23 @@ class Rows:
         positions[at, :, num_prompt:length] = following
 
     def _write_tables(self, slots: np.ndarray, at: torch.Tensor, tables: Sequence[np.ndarray]) -> None:
-        """By KV cache group, [rows, columns] the blocks of the rows in `slots`, which are `at` on the device."""
+        """Writes, by KV cache group, blocks [rows, columns] of the rows in `slots`, which are `at` on the device."""
         block_tables = self._runner.block_tables
         for number, table in enumerate(tables):
             block_tables.block_tables[number].gpu[at, : table.shape[1]] = self.upload(table, np.int32)
             block_tables.num_blocks.np[number, slots] = table.shape[1]
 
     def write_first_tokens(self, group: GroupRows, is_controlled: bool) -> None:
-        """Write what the device alone knows of rows that have just fanned out: the first token of each."""
+        """Writes what only the device knows of rows that have just fanned out: the first token of each."""
         states, at, length = self._runner.req_states, self.upload(group.slots), len(group.prompt)
         states.last_sampled_tokens[at, 0] = group.tokens
         self.all_tokens[at, length] = group.tokens.int()
-        states.total_len.gpu.index_fill_(0, at, length + 1)  # where an assignment would wait for the device
+        states.total_len.gpu.index_fill_(0, at, length + 1)  # an assignment would wait for the device
         if is_controlled and self._sampler is not None:
             self._sampler.penalties_state.output_bin_counts[at, group.tokens] += 1
 
     def add_blocks(self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows]) -> None:
-        """Append the next block of each row at a block boundary; fill the tails of rows that fan out."""
+        """Appends the next block of each row at a block boundary; fills the tails of rows that fan out."""
         tables = self._runner.block_tables
         for number, table in enumerate(tables.block_tables):
             growing = {
@@ -304,13 +304,13 @@ class Rows:
             move_kv(KVMoves(np.concatenate(copies)), self.kv)
 
     def fork(self, moved: KVFork, is_controlled: bool = False) -> None:
-        """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
+        """Lets rows continue the histories of others and, if `is_controlled`, the state of their logits processors."""
         fork_kv(moved, self.all_tokens, self.kv)
         if is_controlled:
             self._reorder_controls(moved)
 
     def _reorder_controls(self, rows: KVFork) -> None:
-        """Let rows take over what the processors of their logits know of those that they continue."""
+        """Lets rows take over the state of logits processors from those that they continue."""
         if not launches.worker_runs_kernels_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)
             return
@@ -319,25 +319,25 @@ class Rows:
             take_over(rows.rows[0], rows.sources)
 
     def take_over_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """Let slots [R] take over what the processors of logits know of others [R]."""
+        """Lets slots [R] take over the state of logits processors from others [R]."""
         self._counts[slots] = self._counts[sources]
         for take_over in self._of_processors:
             take_over(slots, sources)
 
     @property
     def _counts(self) -> torch.Tensor:
-        """[slots, V] int32, how often each token has come."""
+        """[slots, V] int32, how often each token has occurred."""
         assert self._sampler is not None
         return self._sampler.penalties_state.output_bin_counts
 
     @property
     def has_processors(self) -> bool:
-        """Whether any holds something by slot."""
+        """Whether any logits processor has state by slot."""
         return bool(self._of_processors)
 
     @property
     def _of_processors(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:
-        """Of processors that hold something by slot: lets slots [R] take over what it is of others [R]."""
-        assert self._sampler is not None  # the method is ours to offer, not vLLM's
+        """For each logits processor with state by slot: lets slots [R] take over that of others [R]."""
+        assert self._sampler is not None  # `reorder_rows` is our extension, not vLLM's
         found = (getattr(processor, "reorder_rows", None) for processor in self._sampler.logits_processors)
         return [take_over for take_over in found if take_over is not None]

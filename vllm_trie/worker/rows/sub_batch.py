@@ -1,4 +1,4 @@
-"""Some rows of vLLM's batch as a batch of their own, for what shall not see the others."""
+"""Some rows of vLLM's batch as a batch of their own, for code that must not see the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_trie.search import search_spans
 from vllm_trie.search.devices import ALIGNMENT, uploaded_together_for_search
 from vllm_trie.worker import launches
 
-# Of a batch, what has a place for each row, for each logit, and for each token.
+# A batch's fields by row, by logit, and by token.
 TAKEN = (
     *("idx_mapping", "seq_lens"),
     *("expanded_idx_mapping", "expanded_local_pos", "logits_indices"),
@@ -26,32 +26,32 @@ TAKEN = (
 class RowSubBatch(NamedTuple):
     """Some rows of a batch."""
 
-    batch: InputBatch  # of these alone
-    rows: torch.Tensor  # [R] int64, where they are in the whole one
-    tokens: torch.Tensor  # [T] int64, likewise
-    logits: torch.Tensor  # [N] int64, likewise
-    is_run: bool  # whether these logits come one after the other
+    batch: InputBatch  # of these rows alone
+    rows: torch.Tensor  # [R] int64, their indices in the whole batch
+    tokens: torch.Tensor  # [T] int64, indices of their tokens in the whole batch
+    logits: torch.Tensor  # [N] int64, indices of their logits in the whole batch
+    is_run: bool  # whether these logits are consecutive
     first_logits: int
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, V] of the logits of the whole batch; the same memory, if they come one after the other there, aligned."""
+        """[N, V] from the logits of the whole batch; a view, if they are consecutive and aligned in it."""
         if self.is_run and self.first_logits * logits.stride(0) * logits.element_size() % ALIGNMENT == 0:
             return logits[self.first_logits : self.first_logits + len(self.logits)]
         return logits[self.logits]
 
 
 def sub_batch_of_rows(batch: InputBatch, rows: np.ndarray) -> RowSubBatch:
-    """Rows of a batch, which come after the forward: nothing is padded, and the forward's buffers are left alone.
+    """Rows of a batch after the forward pass: nothing is padded, and the pass's buffers are not touched.
 
     Args:
         batch: vLLM's.
-        rows: [R] places in it, ascending.
+        rows: [R], their indices in it, ascending.
     """
     lengths, num_logits = np.diff(batch.query_start_loc_np)[rows], np.diff(batch.cu_num_logits_np)[rows]
     tokens_np = search_spans(batch.query_start_loc_np[rows], lengths)
     logits_np = search_spans(batch.cu_num_logits_np[rows], num_logits)
     query_starts, cu_num_logits = (np.concatenate([[0], n.cumsum()]).astype(np.int32) for n in (lengths, num_logits))
-    # Where the tokens of a row lie among those of all rows, they lie among those of these.
+    # How far a row's tokens move from their places among those of all rows to those among these.
     moved_np = np.repeat(query_starts[:-1] - batch.query_start_loc_np[rows], num_logits)
     indices = [n.astype(np.int64, copy=False) for n in (rows, logits_np, moved_np, tokens_np)]
     at, logits, moved, tokens, starts, cumulative = uploaded_together_for_search(
@@ -101,7 +101,7 @@ def take_batch_rows(
     """The fields `TAKEN` of a batch for some rows [R], logits [N] and tokens [T] of it.
 
     Args:
-        moved: [N] by how much further the token of each logit lies among these tokens.
+        moved: [N], how far the token of each logit moves to its place among these tokens.
         fields: Of the whole batch.
     """
     at = dict.fromkeys(TAKEN[:2], rows) | dict.fromkeys(TAKEN[2:5], logits) | dict.fromkeys(TAKEN[5:], tokens)
@@ -113,7 +113,7 @@ def take_batch_rows(
 def put_sampled_rows(
     rows: torch.Tensor, own: Sequence[torch.Tensor], sampled: torch.Tensor, counts: torch.Tensor, rejected: torch.Tensor
 ) -> None:
-    """Put what was sampled of some rows [R] to what was of all.
+    """Writes what was sampled for rows [R] into the whole batch's results.
 
     Args:
         own: Tokens [R, n], and [R] how many there are, and how many were rejected.
@@ -126,16 +126,16 @@ def put_sampled_rows(
 
 
 def _some_rows(values: Any, at: Any) -> Any:
-    """Those of some rows; None where vLLM, or this version of it, has none."""
+    """The values of some rows; None where vLLM, or this version of it, has none."""
     return None if values is None else values[at]
 
 
 def scatter_row_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
-    """What vLLM reports of some logits [N], as what it reports of all logits of the batch; of the others, nothing.
+    """Log-probabilities of some logits [N], in the layout of all logits of the batch; zeros for the others.
 
     Args:
         tensors: Of the smaller batch.
-        logits: [N], which of the batch's they are.
+        logits: [N], their indices among the batch's.
         batch: The whole one.
     """
     count = int(batch.cu_num_logits_np[-1])

@@ -1,4 +1,4 @@
-"""Some rows of vLLM's forward as a forward of their own, for a head or a draft model that computes these alone."""
+"""Some rows of vLLM's forward pass as a pass of their own, for a head or a draft model that computes only these."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def sub_forward_of_rows(
     hidden_states: torch.Tensor,
     aux_hidden_states: list[torch.Tensor],
 ) -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
-    """Metadata and slots by layer, and hidden states, as vLLM hands them to a head's `propose`.
+    """Metadata and slots by layer, and hidden states, as vLLM passes them to a head's `propose`.
 
     Args:
         runner: vLLM's.
-        smaller, tokens: What `sub_batch_of_rows` makes of these rows.
+        smaller, tokens: The results of `sub_batch_of_rows` for these rows.
         hidden_states, aux_hidden_states: [T, H] of the whole batch; the latter of some layers.
     """
     metadata, slots = row_metadata_by_layer(runner, smaller, runner.attn_groups)
@@ -37,7 +37,7 @@ def row_metadata_by_layer(
 
     Args:
         runner: vLLM's.
-        smaller: What `sub_batch_of_rows` makes of some rows.
+        smaller: The result of `sub_batch_of_rows` for some rows.
         attn_groups: By KV cache group, those of the layers that compute them.
     """
     tables, slots = GPUModelRunner.prepare_attn(runner, smaller)

@@ -1,13 +1,13 @@
-"""What the draft model says of the rows of groups that contrast it with the target, see `search.constraints.contrast`.
+"""The draft model's logits for groups that contrast it with the target, see `search.constraints.contrast`.
 
-It computes the tokens that the target computes of these rows, in the same steps: prompts, what is computed again after
-a preemption, and the newest token of each beam. Its KV lies in the same blocks: it follows forks, and is there where a
-prefix is cached. vLLM's own drafting leaves these rows out.
+For these rows it computes the tokens that the target computes, in the same steps: prompts, what is computed again after
+a preemption, and the newest token of each beam. Its KV uses the same blocks: it follows forks, and is part of cached
+prefixes. vLLM's own drafting leaves these rows out.
 
-That drafting computes all other rows, but not before their next tokens are sampled. So where such a row finds in the
-prefix cache what others compute in the same step, these are computed here as well, in one forward pass, as the
-target computes all rows. They are prompts, and what is computed again: of other rows the draft model has computed
-the newest token in the step that sampled it.
+That drafting computes all other rows, but only after their next tokens are sampled. So where a row of these groups
+finds in the prefix cache what others compute in the same step, these are computed here as well, in one forward pass, as
+the target computes all rows. Such others are prompts, and what is computed again: for other rows the draft model has
+computed the newest token in the step that sampled it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from vllm_trie.worker.rows.sub_forward import row_metadata_by_layer
 
 
 class SelectionAmateurLogits(NamedTuple):
-    """What it says of R rows of a batch."""
+    """The draft model's logits for R rows of a batch."""
 
-    logits: torch.Tensor  # [R, V] of what may come after the newest token of each
-    rows: np.ndarray  # [R] where they are in the batch, ascending
+    logits: torch.Tensor  # [R, V], after the newest token of each
+    rows: np.ndarray  # [R], their indices in the batch, ascending
 
     def of(self, places: np.ndarray) -> torch.Tensor:
-        """[..., V] of the rows that are at these places of the batch."""
+        """[..., V] of the rows at these indices of the batch."""
         at = uploaded_once_for_search(np.searchsorted(self.rows, places.ravel()), self.logits.device)
         return self.logits[at].view(*places.shape, -1)
 
 
 class SelectionAmateur:
-    """The draft model of a runner.
+    """The draft model of a runner, as the amateur.
 
     Args:
         runner: vLLM's.
-        speculator: Its own, which has the model.
+        speculator: The runner's, which has the model.
     """
 
     def __init__(self, runner: GPUModelRunner, speculator: StandaloneARSpeculator) -> None:
@@ -53,12 +53,12 @@ class SelectionAmateur:
         self._speculator = speculator
 
     def logits(self, batch: InputBatch, places: np.ndarray, read: np.ndarray) -> SelectionAmateurLogits:
-        """Compute tokens, write their KV, and return what may come after the last one of each row.
+        """Computes tokens, writes their KV, and returns the logits after the last one of each row.
 
         Args:
-            batch: vLLM's, after its forward.
-            places: [R] of the rows in it.
-            read: [n] of others, whose tokens are computed with them, as they read these.
+            batch: vLLM's, after its forward pass.
+            places: [R], the rows' indices in it.
+            read: [n], of other rows, whose tokens are computed with them because they read these.
         """
         rows, speculator = np.sort(places), self._speculator
         computed = np.union1d(rows, read) if len(read) else rows
@@ -73,12 +73,12 @@ class SelectionAmateur:
     def of_step(
         self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
     ) -> SelectionAmateurLogits:
-        """What it says in a step in which groups contrast it, after it has computed what the target has.
+        """The logits for a step's groups that contrast; computes what the target has computed of their rows.
 
         Args:
             steps: Of all groups in this step.
-            groups: Of the runner.
-            rows: Where their rows are.
+            groups: The runner's.
+            rows: The batch's rows.
         """
         group_ids = contrasting_selections(steps, groups)
         places = rows.places(_selection_slots(groups, group_ids))
@@ -91,10 +91,10 @@ class SelectionAmateur:
 
 
 def contrasting_selections(steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows]) -> list[str]:
-    """The groups whose rows it computes, of those in a step."""
+    """The groups of a step that contrast, whose rows the draft model computes."""
     return [group_id for group_id in steps if groups[group_id].rules.contrasts]
 
 
 def _selection_slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:
-    """[R] of the rows of some groups."""
+    """[R], the slots of the rows of groups."""
     return np.concatenate([np.zeros(0, np.int64), *(groups[group_id].slots for group_id in group_ids)])

@@ -1,4 +1,4 @@
-"""A step by kernels where they can take it. Loaded by `worker.select.select` on devices that have kernels."""
+"""Takes a step by kernels where they can. Imported by `worker.select.select` on devices that have kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort
 
-NO_VALUES = torch.empty(0, 0)  # a plan keeps none of a step's logits
+NO_VALUES = torch.empty(0, 0)  # a plan has no logits of a step
 
 
 @lru_cache(maxsize=64)
 def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | None:
-    """What takes a step of groups by these rules, planned once; None: torch, as under each constraint but a catalog."""
+    """The kernels for a step of groups with these rules, planned once; None: torch, as for most constraints."""
     kinds = (step, step.KernelStep), (in_groups, in_groups.KernelStepInGroups)
     return next((kind(rules, sizes) for module, kind in kinds if module.can_take_by_kernels(rules, sizes)), None)
 
@@ -28,11 +28,11 @@ def select_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> TakeStep | 
 def planned_selection(
     cohort: SelectionCohort, values: torch.Tensor, beams: SearchBeams, level: torch.Tensor | None
 ) -> tuple[KernelLogits, TakeStep | None]:
-    """The logits of a cohort's rows among `values` [N, V], and what by kernels takes its step; planned once.
+    """The logits of a cohort's rows among `values` [N, V], and the kernels for its step, if any; planned once.
 
     Args:
         beams: What its rows carry.
-        level: Which tokens these are logits of, see `SearchInputs`.
+        level: The tokens that these logits are for, see `SearchInputs`.
     """
     sizes = KernelStepSizes.of(beams, values.shape[1])
     if (plan := cohort.plans.get(sizes)) is None:
@@ -46,9 +46,9 @@ class SelectionStepByTorch(TakeStep):
     """Takes a step by torch.
 
     Args:
-        rules: By which.
-        inputs: What else it takes.
-        which: Those of the rows among all logits.
+        rules: The step's rules.
+        inputs: Its other inputs.
+        which: Indices of the rows' logits among all.
         layout: How it is packed.
     """
 

@@ -1,7 +1,7 @@
-"""What selection knows of a batch before there are logits: made once, and kept until other groups or rows are in it.
+"""What selection knows of a batch before there are logits: made once, and cached until groups or rows change.
 
-From step to step of a search little changes but scores: groups select by the same rules, and their rows are where they
-were.
+From step to step of a search little but scores changes: groups select by the same rules, and their rows stay where they
+are.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class InStep(NamedTuple):
     rules: SearchRules
     decodes: bool
     selects: bool
-    is_plain: bool  # it takes one step of its search
-    has_masks: bool  # a grammar says what its rows may take
-    narrows: bool  # of its rows the logits of a catalog's level alone are computed
+    is_plain: bool  # it takes one step of its search, without drafts
+    has_masks: bool  # a grammar bounds what its rows may take
+    narrows: bool  # only the logits of a catalog's level are computed for its rows
 
 
 class MovingRows(NamedTuple):
     """R rows that may continue others after a step."""
 
     rows: np.ndarray  # [3, R] int64, see `kv_rows_of_groups`
-    places: np.ndarray  # [R] int64, in the batch
+    places: np.ndarray  # [R] int64, indices in the batch
 
     @classmethod
     def of(cls, cohorts: Sequence[SelectionCohort]) -> MovingRows:
-        """Those of some cohorts: all their rows."""
+        """All rows of some cohorts."""
         prompts = [cohort.num_prompt for cohort in cohorts]
         places = [np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in cohorts)]
         return cls(kv_rows_of_groups([cohort.slots for cohort in cohorts], prompts), np.concatenate(places))
@@ -59,19 +59,20 @@ class SelectionCohort:
     """G groups with equal rules that select together.
 
     Args:
-        group_ids: Theirs.
+        group_ids: Ids of the groups.
         rules: How they select.
-        moves: Rows may continue others afterwards; after the last step nobody goes on.
-        has_masks: A grammar says what rows may take.
+        moves: Rows may continue others afterwards; after the last step none does.
+        has_masks: A grammar bounds what rows may take.
         groups: Their rows.
-        slots: [G, r], of these.
-        places: [G, r], of these in the batch.
-        narrows: Of the rows the logits of a catalog's level alone are computed, and apart from all others.
-        index: [G, r], which of the batch's logits are those of the rows, if all are computed.
+        slots: [G, r], of the rows.
+        places: [G, r], indices of the rows in the batch.
+        narrows: Only the logits of a catalog's level are computed for the rows, separately from all others.
+        index: [G, r], indices of the rows' logits among the batch's, if all are computed.
         device: Of the logits.
-        among: [G, r], which of those that are computed of whole rows they are, or of the cohort's own, if it narrows.
-        plans: By the sizes of a step, once kernels have been asked for it: what they know of the rows' logits, but for
-            their values, and what takes the step; None where torch does.
+        among: [G, r], indices of the rows' logits among those computed for all tokens or, if the cohort narrows,
+            among its own.
+        plans: By the sizes of a step, once kernels have been asked for: their `KernelLogits` without values, and what
+            takes the step; None where torch does.
     """
 
     group_ids: list[str]
@@ -89,19 +90,19 @@ class SelectionCohort:
     _layout: SearchResultLayout | None = None
 
     def layout(self, vocab_size: int) -> SearchResultLayout:
-        """How a step is packed, as the rules say; a model has one vocabulary."""
+        """How a step is packed by the rules; a model has one vocabulary."""
         if self._layout is None:
             self._layout = self.rules.layout(self.places.shape[1], vocab_size)
         return self._layout
 
     @cached_property
     def which(self) -> slice | torch.Tensor:
-        """`among`, where it is to be looked up on the device."""
+        """`among`, as an index on the device."""
         return selection_index_of(self.among.ravel(), self.device)
 
     @cached_property
     def of_hidden_states(self) -> slice | torch.Tensor:
-        """`index`, likewise: there are as many hidden states as logits, if all are computed."""
+        """`index`, as an index on the device: there is a hidden state for each of the logits, if all are computed."""
         return selection_index_of(self.index.ravel(), self.device)
 
     @cached_property
@@ -110,13 +111,13 @@ class SelectionCohort:
         return np.array([len(group.prompt) for group in self.groups])
 
     def common_length(self, num_tokens: np.ndarray) -> int | None:
-        """Tokens of all hypotheses, if they are equally many; `num_tokens` [G], of each row of a group."""
+        """Tokens of every hypothesis, if all are equally long; `num_tokens` [G], of each row of a group."""
         lengths = num_tokens - self.num_prompt
         return int(lengths[0]) if (lengths == lengths[0]).all() else None
 
     @property
     def seen(self) -> np.ndarray:
-        """[G * r], which of the logits that selection sees are those of the rows."""
+        """[G * r], indices of the rows' logits among those that selection sees."""
         return np.arange(self.index.size) if self.rules.is_controlled else self.among.ravel()
 
     @cached_property
@@ -126,20 +127,20 @@ class SelectionCohort:
 
 
 class CohortLogits(NamedTuple):
-    """The logits of a step of a cohort."""
+    """The logits for a step of a cohort."""
 
     cohort: SelectionCohort
-    values: torch.Tensor  # [N, V], its rows' among them, see `SelectionCohort.seen`
+    values: torch.Tensor  # [N, V], the rows' among others, see `SelectionCohort.seen`
     level: torch.Tensor | None = None  # [V] int64, see `SearchInputs`
 
 
 class SelectionBatchPlan:
-    """What is known of one batch, and of those after it that `fit`.
+    """What is known of one batch, and of later ones that `fit`.
 
     Args:
         in_step: Its groups, by id.
-        rows: Where their rows are.
-        parts: Which of some groups with these rules may take a step together.
+        rows: The batch's rows.
+        parts: Splits groups with these rules into those that may take a step together.
         device: Of logits.
     """
 
@@ -156,7 +157,7 @@ class SelectionBatchPlan:
         alike = defaultdict[tuple[SearchRules, bool, bool, int | None], list[str]](list)
         for group_id, what in in_step.items():
             if what.is_plain:
-                length = self._length(what.group) if what.narrows else None  # groups at one level stay so
+                length = self._length(what.group) if what.narrows else None  # groups at one level stay at one level
                 alike[what.rules, what.decodes, what.has_masks, length].append(group_id)
         self.cohorts = list[SelectionCohort]()
         for (rules, *_, length), group_ids in alike.items():
@@ -166,23 +167,23 @@ class SelectionBatchPlan:
         self._narrow()
         self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
         self.contrasts = any(what.rules.contrasts for what in in_step.values())
-        self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
+        self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to find stop strings
         is_ordinary = np.ones(batch.num_reqs, dtype=bool)
-        # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.
+        # And how many of a row's tokens are rejected; both aligned, or vLLM's kernels would be recompiled.
         self.num_sampled = np.zeros((2, -(-batch.num_reqs // 4) * 4), dtype=np.int32)
         for what in in_step.values():
             places = rows.places(what.group.slots)
             is_ordinary[places], self.num_sampled[0, places] = False, what.selects
-        self.ordinary = is_ordinary.nonzero()[0]  # places of rows of no group
+        self.ordinary = is_ordinary.nonzero()[0]  # indices of rows of no group
         self.moving = MovingRows.of([cohort for cohort in self.cohorts if cohort.moves])
 
     @cached_property
     def counts(self) -> torch.Tensor:
-        """`num_sampled` on the device. Not to be written to."""
+        """`num_sampled` on the device. Read-only."""
         return uploaded_for_search(self.num_sampled, self._device)
 
     def fits(self, in_step: Mapping[str, InStep], batch: InputBatch) -> bool:
-        """Whether the same rows are in the same places of another batch, and do the same."""
+        """Whether the same rows are at the same places of another batch, and do the same."""
         slots, logits = self._layout
         return (
             self._in_step == in_step
@@ -191,7 +192,7 @@ class SelectionBatchPlan:
         )
 
     def _narrow(self) -> None:
-        """Find of which rows all logits are computed: `whole` [N'], of all N; and `among` [N], where they are then."""
+        """Finds the rows whose logits are all computed: `whole` [N'], of all N; and `among` [N], their new indices."""
         self.narrow, is_whole = [own for own in self.cohorts if own.narrows], np.ones(self._layout[1][-1], dtype=bool)
         for cohort in self.narrow:
             is_whole[cohort.index] = False
@@ -208,7 +209,7 @@ class SelectionBatchPlan:
 
     def length(self, cohort: SelectionCohort) -> int:
         """Tokens of each hypothesis of a cohort that narrows."""
-        (length,) = {self._length(group) for group in cohort.groups}  # or some would be read as tokens of another level
+        (length,) = {self._length(group) for group in cohort.groups}  # else logits would be read as another level's
         return length
 
     def _length(self, group: GroupRows) -> int:
@@ -226,7 +227,7 @@ class SelectionBatchPlan:
 
 
 def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """[N] as an index on a device; numbers that follow one another need none."""
+    """[N] as an index on a device; consecutive numbers become a slice."""
     first, count = int(index[0]), len(index)
     if index.tolist() == [*range(first, first + count)]:
         return slice(first, first + count)

@@ -1,6 +1,6 @@
-"""What graphs of steps know of groups: where these carry what they carry, and tables of it that graphs read.
+"""What graphs of steps know of groups: the addresses of what groups carry, and the tables of these that graphs read.
 
-Both stay where they are from step to step. So a step like the last one uploads nothing.
+Both stay where they are from step to step, so a step like the last one uploads nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from vllm_trie.worker.select.cohort import MovingRows, SelectionCohort
 
 
 class HeldBeams(NamedTuple):
-    """Where graphs put what the b rows of a group carry; and the addresses of that, as `OF_GROUP` has them."""
+    """Where graphs write what the b rows of a group carry; and its addresses, as in `OF_GROUP`."""
 
     batch: SearchBeams  # [1, b]
-    tokens: torch.Tensor  # [b] int64, the newest
+    tokens: torch.Tensor  # [b] int64, the newest tokens
     carried: tuple[int, int]
     next_ones: tuple[int, int, int]
 
     @classmethod
     def of(cls, states: States, width: int, device: torch.device) -> HeldBeams:
-        """For `width` rows, under the same constraints as others, which are in these states."""
+        """For `width` rows with the same constraints as `states`."""
         ints = torch.empty(1 + len(states), width, dtype=torch.int64, device=device)
         scores = torch.empty(1, width, dtype=torch.float32, device=device)
         batch = SearchBeams(scores, states=dict(zip(states, ints[1:, None], strict=True)))
@@ -36,36 +36,36 @@ class HeldBeams(NamedTuple):
         return cls(batch, ints[0], (of_scores, of_states), (of_scores, ints.data_ptr(), of_states))
 
     def fits(self, states: States, width: int) -> bool:
-        """Whether it is for as many rows, under the same constraints."""
+        """Whether it is for as many rows, with the same constraints."""
         return len(self.tokens) == width and self.batch.states.keys() == states.keys()
 
 
 def graph_addresses_of(beams: SearchBeams) -> tuple[int, int]:
-    """Of scores, and of states along a catalog, 0 where there are none."""
+    """Addresses of scores, and of states along a catalog, 0 where there are none."""
     return beams.scores.data_ptr(), sum(state.data_ptr() for state in beams.states.values())
 
 
 def put_where_graphs_find_it(group: GroupRows, width: int) -> tuple[int, ...]:
-    """Say where graphs find what the rows of a group carry, and where they are to put what `width` rows carry next.
+    """Makes the addresses at which graphs read what a group's rows carry, and write what `width` rows carry next.
 
     Returns:
-        Addresses, as `OF_GROUP` has them. Whatever is there is kept by the group.
+        Addresses, as in `OF_GROUP`. The group keeps alive what is at them.
     """
     beams, held = group.beams, group.held
     if held is None or not held.fits(beams.states, width):
         held = group.held = HeldBeams.of(beams.states, width, beams.scores.device)
     states = {key: state.contiguous() for key, state in beams.states.items()}
-    group.beams = beams._replace(scores=beams.scores.contiguous(), states=states)  # as a rule they are
+    group.beams = beams._replace(scores=beams.scores.contiguous(), states=states)  # usually they are contiguous
     return *graph_addresses_of(group.batch), *held.next_ones
 
 
 class SelectionGraphTables:
-    """The tables of a graph, and what the host knows to be in them.
+    """The tables of a graph, and the host's copy of their contents.
 
     Args:
         shape: [G, r], of the rows.
         scale: See `KernelBeamTables`.
-        is_copied: Logits are copied for the graph: those of its rows are all there are, in their order.
+        is_copied: Logits are copied for the graph: exactly those of its rows, in their order.
         device: Where the tables are.
     """
 
@@ -85,10 +85,10 @@ class SelectionGraphTables:
         return self._on_host.nbytes
 
     def write(self, cohort: SelectionCohort, of_groups: np.ndarray) -> None:
-        """Let the tables hold what they are to hold: upload what has changed, if anything has.
+        """Updates the tables: uploads what has changed, if anything has.
 
         Args:
-            cohort: Whose rows are in them.
+            cohort: The cohort whose rows they describe.
             of_groups: [7, G], as `KernelBeamTables.groups`.
         """
         start, known = self._of_groups, self._on_host
@@ -103,5 +103,5 @@ class SelectionGraphTables:
         upload_for_search(known[start:], self._on_device[start:])
 
     def count_on(self) -> None:
-        """Know that each history has become a token longer, as the graph does."""
+        """Makes each history one token longer in the host's copy, as the graph does on the device."""
         self._on_host[self._of_groups :][: self._num_groups] += 1

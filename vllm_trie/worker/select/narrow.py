@@ -1,7 +1,7 @@
-"""Logits of few tokens: what searches along catalogs need that look at no others.
+"""Logits of few tokens, for searches along catalogs that need no others.
 
-In a step with such searches, `runner.sample` lets `NarrowSelectionHead.project` stand where vLLM computes logits. What
-it returns reaches our sampler as it is.
+In a step with such searches, `runner.sample` puts `NarrowSelectionHead.project` in place of vLLM's computation of
+logits. vLLM passes its result to our sampler unchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm_trie.worker.select.cohort import SelectionBatchPlan, selection_index_o
 
 logger = init_logger("vllm.trie_beam.narrow")
 
-# Parts of a vocabulary, of which levels have one at most: whatever steps take, it is less than what is measured for
-# steps of as many rows with all logits, see `startup.widest_steps`.
+# A level has at most one of this many parts of the vocabulary: such steps take less memory than is measured for as many
+# rows with all logits, see `startup.widest_steps`.
 PARTS = 5
-TOKENS_AT_A_TIME = 2048  # whose rows of the head's weights are copied
+TOKENS_AT_A_TIME = 2048  # whose rows of the head's weights are copied at a time
 ROWS_TO_COMPARE = 4
-TOLERANCE = 8  # units of the last place of the greatest logit, besides what sums in another order differ by
+TOLERANCE = 8  # units in the last place of the greatest logit, besides what sums in another order may differ by
 OF_SUMS = 1e-5
 
 
@@ -41,19 +41,19 @@ class NarrowLogits(NamedTuple):
 
 
 class SelectionLogits(NamedTuple):
-    """Logits of a step of whose rows some need few."""
+    """The logits of a step in which some rows need few of them."""
 
-    whole: torch.Tensor  # [N', V], of the others
+    whole: torch.Tensor  # [N', V], of the other rows
     narrow: list[NarrowLogits]  # of each cohort that narrows
 
 
 class NarrowSelectionHeadError(Exception):
-    """Why the logits of few tokens cannot be computed alone."""
+    """The reason why logits of few tokens cannot be computed alone."""
 
 
 @dataclass
 class _SelectionHeadRows:
-    """Some rows of a head, as `LogitsProcessor` looks at a head."""
+    """Some rows of a head, with the attributes that `LogitsProcessor` reads of a head."""
 
     weight: torch.Tensor
     quant_method: Any
@@ -62,15 +62,15 @@ class _SelectionHeadRows:
 
 
 class NarrowSelectionHead:
-    """Computes logits of some tokens alone, by a model's own code, which is given some rows of its head.
+    """Computes logits of some tokens alone, by the model's own code, which gets only some rows of its head.
 
     A model may do anything with its logits. So before the first step that needs few, some are compared with those that
-    the model computes otherwise. If they are not the same, steps compute all logits, and the log says so once.
+    the model computes as usual. If they differ, steps compute all logits, and the log reports it once.
 
     Args:
         model: vLLM's.
         vllm_config: The engine's.
-        counts_nans: In all logits of a step.
+        counts_nans: vLLM counts NaNs in all logits of a step.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, counts_nans: bool) -> None:
@@ -83,7 +83,7 @@ class NarrowSelectionHead:
         """How many tokens a level may have for its logits to be computed alone; 0: all logits are always computed.
 
         Args:
-            hidden: [T, H], what logits are computed from.
+            hidden: [T, H], from which logits are computed.
         """
         if self._most is None:
             self._most = self._vocab_size // PARTS
@@ -98,7 +98,7 @@ class NarrowSelectionHead:
     def project(
         self, plan: SelectionBatchPlan, levels: Sequence[torch.Tensor], hidden: torch.Tensor
     ) -> SelectionLogits:
-        """Compute the logits of a step, of cohorts that narrow those of their levels alone.
+        """Computes the logits of a step; for cohorts that narrow, only those of their levels.
 
         Args:
             plan: The step's.
@@ -116,7 +116,7 @@ class NarrowSelectionHead:
         return SelectionLogits(whole, narrow)
 
     def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor, on_host: bool = False) -> torch.Tensor:
-        """[N, K] logits of tokens [K] from hidden states [N, H]; the model may find them `on_host`."""
+        """[N, K] logits of tokens [K] from hidden states [N, H]; with `on_host`, the model gets them on the host."""
         parts = []
         for some in torch.split(tokens, TOKENS_AT_A_TIME):
             with self._head_of(some, on_host):
@@ -125,7 +125,7 @@ class NarrowSelectionHead:
 
     @contextmanager
     def _head_of(self, tokens: torch.Tensor, on_host: bool) -> Iterator[None]:
-        """Within it the model has these rows of its head alone."""
+        """A context in which the model only has these rows of its head."""
         processor = self._processor
 
         def forward(
@@ -145,12 +145,12 @@ class NarrowSelectionHead:
             del vars(processor)["forward"]
 
     def _compare(self, hidden: torch.Tensor) -> None:
-        """Raise an error unless logits of few tokens are what the model computes."""
+        """Raises an error unless logits of few tokens equal those that the model computes as usual."""
         config = self._config
         for is_so, reason in (
             (config.lora_config is not None, "adapters may change its head"),
-            (config.parallel_config.tensor_parallel_size > 1, "ranks of tensor parallelism have parts of its head"),
-            (self._counts_nans, "VLLM_COMPUTE_NANS_IN_LOGITS counts in all of them"),
+            (config.parallel_config.tensor_parallel_size > 1, "tensor-parallel ranks have parts of its head"),
+            (self._counts_nans, "VLLM_COMPUTE_NANS_IN_LOGITS counts NaNs in all logits"),
         ):
             if is_so:
                 raise NarrowSelectionHeadError(reason)
@@ -162,16 +162,16 @@ class NarrowSelectionHead:
         shape = ROWS_TO_COMPARE, hidden.shape[-1]
         rows = torch.randn(shape, generator=random, dtype=hidden.dtype, device=hidden.device)
         expected = self._model.compute_logits(rows).float()
-        # Not all of a small vocabulary: what depends on the place of a logit would be in its place.
+        # Not all of a small vocabulary: an operation that depends on a logit's place would find it in place.
         last = expected.shape[-1] - 1
         count = min(TOKENS_AT_A_TIME, expected.shape[-1] // 2)
         tokens = torch.arange(count, device=hidden.device) * last // max(count - 1, 1)
-        # First where an index that there is not raises an error: a GPU is lost with it.
+        # First on the host, where an index out of range raises an error: a GPU would be lost with it.
         self.logits_of(rows, tokens, on_host=True)
         expected, found = expected[:, tokens], self.logits_of(rows, tokens)
         if found.shape != expected.shape:
-            raise NarrowSelectionHeadError("the model computes logits of all tokens, whatever its head has")
+            raise NarrowSelectionHeadError("the model computes logits of all tokens, even from a part of its head")
         greatest = float(expected[expected.isfinite()].abs().max())
         tolerance = (TOLERANCE * torch.finfo(found.dtype).eps + OF_SUMS) * greatest
         if not torch.allclose(found.float(), expected, rtol=0.0, atol=tolerance):
-            raise NarrowSelectionHeadError("those of a few tokens, computed alone, are others")
+            raise NarrowSelectionHeadError("logits of a few tokens differ when they are computed alone")

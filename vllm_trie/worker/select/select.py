@@ -1,6 +1,6 @@
-"""Between forward and sampling: every group's next beams, groups with equal rules together.
+"""Selects every group's next beams between the forward pass and sampling, groups with equal rules together.
 
-Called by `runner` where vLLM would sample. Nothing waits for the device but stop strings, which are looked for in
+Called by `runner` where vLLM would sample. Nothing waits for the device except stop strings, which are looked for in
 text.
 """
 
@@ -50,19 +50,19 @@ Group = TypeVar("Group")
 
 @lru_cache(maxsize=64)
 def no_selection_depths(count: int, device: torch.device) -> torch.Tensor:
-    """[count] int32 zeros. Not to be written to."""
+    """[count] int32 zeros. Read-only."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 class Selector:
-    """Takes the steps of the search for the rows of one runner, by `graphs` where there are some.
+    """Takes the search steps of one runner's rows, by `graphs` if there are any.
 
     Args:
         runner: vLLM's, whose sampler processes logits.
-        groups: Its groups; their scores and newest tokens are updated.
-        rows: Its rows.
+        groups: The runner's; their scores and newest tokens are updated.
+        rows: The runner's.
         catalogs: On its device.
-        most_together: Rows of several groups that are selected together where that needs much memory.
+        most_together: Rows of several groups that may share a step that needs much memory.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Selector:
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: SelectionGraphs | None = None
-        # Begins a step: returns [rows of a batch, tokens of each] int64, for the newest ones.
+        # Begins a step: returns [rows of a batch, tokens of each] int64, for the newest tokens.
         self.begin_step: Callable[[int, int], torch.Tensor] = partial(
             torch.zeros, dtype=torch.int64, device=rows.device
         )
         self._stop_strings = stop_strings_of_rows(runner.model_config)
 
     def begin(self, context: RunnerStepContext) -> None:
-        """Begin the states of rows that are new, once they have tokens that the host knows."""
+        """Begins the states of new rows whose tokens the host knows."""
         for group_id in context.entered:
             if group_id not in context.new_tokens_unknown:
                 group, step = self._groups[group_id], context.steps[group_id]
@@ -98,15 +98,15 @@ class Selector:
                 )
 
     def use(self, graphs: SelectionGraphs) -> None:
-        """Take steps by these from now on."""
+        """Takes steps by these graphs from now on."""
         self.graphs, self.begin_step = graphs, graphs.begin_step
 
     def forget(self) -> None:
-        """Keep nothing of the last batch: there are no groups in this one."""
+        """Forgets the last batch: this one has no groups."""
         self._plan = None
 
     def plan(self, context: RunnerStepContext, batch: InputBatch) -> SelectionBatchPlan:
-        """What is known of a batch before there are logits: what was known of the last one, as a rule."""
+        """What is known of a batch before there are logits; usually unchanged from the last batch."""
         groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
         in_step = {
             id_: InStep(
@@ -121,7 +121,7 @@ class Selector:
         return self._plan
 
     def levels(self, plan: SelectionBatchPlan) -> list[torch.Tensor]:
-        """Of each cohort that narrows, [K] int64 on the device: the tokens whose logits it needs."""
+        """For each cohort that narrows, [K] int64 on the device: the tokens whose logits it needs."""
         return [self._catalogs.trie_of(cohort.rules).level(plan.length(cohort)) for cohort in plan.narrow]
 
     def select(
@@ -132,14 +132,14 @@ class Selector:
         sampled: torch.Tensor,
         amateur: SelectionAmateurLogits | None = None,
     ) -> list[PackedStep]:
-        """Take one step of every group that searches and does not speculate.
+        """Takes one step of every group that searches and does not speculate.
 
         Args:
             context: The step's.
-            plan: Of its batch.
+            plan: The batch's.
             logits: [N, V], unprocessed; in parts, if the plan narrows some.
             sampled: [R, ...] int64, receives the newest token of every row of a group.
-            amateur: Of the rows of groups that contrast a draft model, if there are any.
+            amateur: The draft model's, for rows of groups that contrast it, if there are any.
         """
         selected, parents, moving, has_replayed = list[PackedStep](), [], list[SelectionCohort](), False
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
@@ -181,7 +181,7 @@ class Selector:
         return selected
 
     def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
-        """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
+        """Splits groups with equal rules by step: all together, or few where a step takes much memory."""
         most = len(groups) if is_light_search_step(rules) else max(self._most_together // rules.width, 1)
         return [groups[at : at + most] for at in range(0, len(groups), most)]
 
@@ -207,7 +207,7 @@ class Selector:
         return take_rows(logits_of, beams, places, sampled)
 
     def _controlled(self, cohort: SelectionCohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
-        """[G * r, V] logits of the rows of a cohort, processed."""
+        """[G * r, V], processed logits of the rows of a cohort."""
         num_tokens = rows.num_tokens(cohort.places).ravel()
         return self.processed(rows, logits[cohort.which], cohort.index.ravel(), cohort.slots.ravel(), num_tokens)
 
@@ -223,12 +223,12 @@ class Selector:
         """Logits after the penalties, biases, bans and custom processors of requests, [N, V] float32.
 
         Args:
-            rows: Of the batch.
+            rows: The batch's.
             logits: [N, V], unprocessed.
-            index: [N], which of the batch's they are.
-            slots: [N], whose options, and whose history: the tokens of the slot's request.
-            num_tokens: [N], how many tokens come before what the logits are of.
-            depths: [N], how many of the N just before it come on top of that history; none if left out.
+            index: [N], their indices among the batch's.
+            slots: [N], whose options and history (the tokens of the slot's request) apply.
+            num_tokens: [N], how many tokens precede what the logits are for.
+            depths: [N], how many of the N rows just before it extend that history; None: none.
         """
         batch, device = rows.batch, logits.device
         in_slots = uploaded_once_for_search(slots, device)
@@ -251,19 +251,17 @@ class Selector:
         num_tokens: np.ndarray,
         path: Callable[[int], tuple[int, list[int]]] | None = None,
     ) -> StopStringConstraint:
-        """What finds candidates that complete a stop string.
+        """Finds candidates that complete a stop string.
 
         Args:
-            rules: Theirs, by which some may.
+            rules: The rules of all groups, which allow stop strings.
             groups: G of them.
             num_tokens: [G], of each row of a group before this step.
-            path: Of a beam: its row, and its further tokens; by default beams are rows, and have none.
+            path: From a beam to its row, and its further tokens; by default beams are rows, and have none.
         """
         stops = rules.stops
         strings = self._stop_strings(stops.strings, stops.skips_special_tokens, stops.spaces_special_tokens)
-        ends = dict[
-            tuple[int, int], SearchTextEnd
-        ]()  # by group and beam: of those that some candidate makes it look at
+        ends = dict[tuple[int, int], SearchTextEnd]()  # by group and beam: only where a candidate may complete a string
         tokens, at, starts = self.rows.generated(groups, num_tokens)
         num_generated = num_tokens - np.array([len(group.prompt) for group in groups])
 

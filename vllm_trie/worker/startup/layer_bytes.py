@@ -1,4 +1,4 @@
-"""How large a layer of a model is: by that, attention tells how long the device takes for one."""
+"""Measures the size of a model's layer, from which attention estimates how long the device takes for one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
 def tell_measured_layer_bytes(runner: GPUModelRunner) -> None:
-    """Tell builders of attention metadata how large a layer of a runner's model is."""
+    """Sets the size of a layer of a runner's model in its attention metadata builders."""
     config = runner.vllm_config
     num_bytes = measure_layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
     for group in chain(*runner.attn_groups):
@@ -22,14 +22,14 @@ def tell_measured_layer_bytes(runner: GPUModelRunner) -> None:
 
 
 def measure_layer_bytes(model: nn.Module, num_layers: int) -> int:
-    """Bytes of the weights of a layer, as they are held on this device: quantized or not, with all experts.
+    """Bytes of the weights of a layer on this device: quantized or not, with all experts.
 
-    Rows so many that it pays to read their shared blocks once ask nearly all experts. What encodes images or sounds is
-    counted, too, so that layers beside it seem a little larger than they are.
+    With enough rows for shared reads to pay off, nearly all experts are used. Encoders of images or sounds are counted,
+    too, so that layers seem a little larger than they are.
 
     Args:
         model: vLLM's.
-        num_layers: That it has on this device.
+        num_layers: Its layers on this device.
     """
     embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     others = {id(weights) for module in embeddings for weights in module.parameters()}

@@ -1,9 +1,9 @@
 """Full CUDA graphs of decoding steps in which layers read the KV blocks that rows share once.
 
-vLLM captures full graphs of decoding steps with its own attention, one for each number of rows. Here are others, for
-some of these numbers, in which attention is that of `PrefixSuffixAttention`. The runner asks for them by a number of
-tokens that no row of a step has. They are listed with vLLM's own: vLLM captures them, counts their memory where it
-measures what it leaves for the KV cache, and finds them by the rows of a step.
+vLLM captures full graphs of decoding steps with its own attention, one for each number of rows. These are further ones,
+for some of these numbers, whose attention is `PrefixSuffixAttention`. The runner selects them by a number of tokens per
+row that no step has. They are listed with vLLM's own: vLLM captures them, counts their memory where it measures what it
+leaves for the KV cache, and finds them by the rows of a step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS
 
 logger = init_logger("vllm.trie_beam.attention")
 
-PER_DOUBLING = 4  # graphs: a step is padded by a quarter at most
+PER_DOUBLING = 4  # graphs: a step is padded by at most a quarter
 CAPTURED = (
-    "captures %d more CUDA graphs, of steps of %d to %d rows in which up to %d groups have shared blocks read once"
+    "captures %d more CUDA graphs, for steps of %d to %d rows that read the shared blocks of up to %d groups once"
 )
-IN_PIECES = "steps in which shared blocks are read once replay piecewise CUDA graphs: %s"
+IN_PIECES = "steps that read shared blocks once replay piecewise CUDA graphs: %s"
 
 
 def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
-    """Have vLLM capture, and replay, full graphs of decoding steps in which layers read shared blocks once.
+    """Makes vLLM capture, and replay, full graphs of decoding steps in which layers read shared blocks once.
 
-    To be called before it captures. Nothing is added where no layer does that, or where it cannot pay.
+    To be called before it captures. Adds nothing where no layer does that, or where it cannot pay off.
     """
     manager: Any = runner.cudagraph_manager
     builders = [builder for _, builder in builders_of_runner(runner)]
@@ -51,7 +51,7 @@ def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
     sizes = [size for size in sizes if size <= most]
     if not (chosen := shared_step_sizes(sizes, least, plugin_config_of(runner.vllm_config).max_beam_width)):
         logger.info_once(
-            IN_PIECES, f"it pays from {least} rows on, and graphs have {sizes[-1] if sizes else 0} at most"
+            IN_PIECES, f"it pays off from {least} rows on, but graphs have at most {sizes[-1] if sizes else 0}"
         )
         return
     most_groups = min(builder.capture_in_graphs(chosen) for builder in captured)
@@ -66,9 +66,9 @@ def shared_step_sizes(sizes: Sequence[int], least: int, width: int | None) -> li
     Steps of a search of `width` beams, and of small multiples of it, are padded as little as vLLM pads.
 
     Args:
-        sizes: Of vLLM's graphs, ascending.
-        least: Rows of the narrowest step for which they may pay.
-        width: Of the widest search, if that is known.
+        sizes: Rows of vLLM's graphs, ascending.
+        least: Rows of the narrowest step for which they may pay off.
+        width: Of the widest search, if it is known.
     """
     if not sizes or least > sizes[-1]:
         return []
@@ -79,7 +79,7 @@ def shared_step_sizes(sizes: Sequence[int], least: int, width: int | None) -> li
 
 
 def _steps_up_to(most: int, width: int) -> Iterator[float]:
-    """Numbers of which `width` is one, and each next one is greater by a quarter of a power of two times it at most."""
+    """Numbers that include `width`, each greater than the last by at most a quarter of a power of two times it."""
     for doubling in range(-width.bit_length(), (most // width).bit_length() + 1):
         for part in range(PER_DOUBLING):
             step = width * 2.0**doubling * (1 + part / PER_DOUBLING)
@@ -88,26 +88,26 @@ def _steps_up_to(most: int, width: int) -> Iterator[float]:
 
 
 def _hindrance_of_full_graphs(runner: GPUModelRunner, builders: Sequence[SharedPrefixAttentionBuilder]) -> str | None:
-    """What is in the way of them, if anything is."""
+    """The reason why there are no full graphs, if any."""
     manager: Any = runner.cudagraph_manager
     mode = manager.cudagraph_mode
     if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
-        return f"cudagraph_mode={mode.name} has none of decoding steps; use FULL_AND_PIECEWISE"
+        return f"cudagraph_mode={mode.name} has no full graphs of decoding steps; use FULL_AND_PIECEWISE"
     if manager.decode_query_len > 1:
         return "rows of decoding steps may have several tokens"
     if runner.vllm_config.lora_config is not None:
         return "rows may have LoRA adapters"
     if runner.dp_size > 1:
-        return "ranks of data parallelism replay the same graphs"
+        return "data-parallel ranks replay the same graphs"
     if runner.use_pp:
-        return "stages of a pipeline hand on as many rows as the next one takes"
+        return "pipeline stages pass on as many rows as the next one takes"
     return next((builder.graph_hindrance for builder in builders if builder.graph_hindrance is not None), None)
 
 
 def _list_graphs(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
-    """List a graph for each number of rows, ascending, ahead of vLLM's for as many.
+    """Lists a graph for each number of rows, ascending, ahead of vLLM's for as many.
 
-    The widest ones are captured first: by these vLLM measures what graphs take, and buffers are made for them.
+    The widest are captured first: by these vLLM measures what graphs take, and buffers are allocated for them.
     """
     graphs = [
         BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, uniform_token_count=SHARES_BLOCKS, max_query_len=1)
@@ -142,4 +142,4 @@ class _AnnouncesSharedSteps(CudaGraphManager):
 
 
 class SharedStepGraphManager(ModelCudaGraphManager, _AnnouncesSharedSteps):
-    """vLLM's, between whose two classes that capture one of ours stands."""
+    """vLLM's manager, with ours between its two classes that capture."""

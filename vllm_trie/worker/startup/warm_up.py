@@ -1,7 +1,7 @@
-"""Launches every kernel of ours before an engine serves, so that none is compiled while it does.
+"""Launches every Triton kernel of this package before an engine serves, so that none is compiled while it does.
 
 Triton compiles a kernel when it is launched with constants, or with types and alignments of arguments, that it has not
-seen. Each module of kernels has a function that launches its own in all variants which serving can launch.
+seen. Each module of kernels has a function that launches its own in all variants that serving can launch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WarmsUpAtStartup:
 
 @torch.inference_mode()
 def warm_up_at_startup(runner: Any) -> None:
-    """Launch all kernels of a `BeamModelRunner`, which has its KV cache. Nothing that anybody reads is written."""
+    """Launches all kernels of a `BeamModelRunner` that has its KV cache. Writes nothing that anybody reads."""
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     most_beams, logits = _widest_search_at_startup(runner.vllm_config), tuple(_logits_at_startup(runner))
     serving = KernelVariants(tokens, most_beams, logits)
@@ -65,7 +65,7 @@ def _widest_search_at_startup(vllm_config: VllmConfig) -> int:
 
 
 def _logits_at_startup(runner: Any) -> Iterator[torch.Tensor]:
-    """Logits as a step may have them: of one row or more, of all rows or the last, unprocessed or not.
+    """Logits as a step may have them: of one row or more, of all rows or the last, processed or not.
 
     All ranks of a stage of a pipeline compute them together; stages that do not select have none.
     """
@@ -80,7 +80,7 @@ def _logits_at_startup(runner: Any) -> Iterator[torch.Tensor]:
 
 
 def _layers_at_startup(runner: Any) -> Iterator[Layer]:
-    """Those whose attention our kernels may compute, of the target and of its draft model."""
+    """Layers of the target and of its draft model whose attention Triton kernels may compute."""
     tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
     for table, attn_groups in zip(tables, attention_layers_of(runner), strict=True):
         for attn_group in attn_groups:

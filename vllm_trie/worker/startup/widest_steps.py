@@ -1,4 +1,4 @@
-"""The steps of the search that take most memory, for vLLM to see while it measures what is left for the KV cache."""
+"""Takes the search steps that need most memory, so that vLLM's profiling leaves room for them beside the KV cache."""
 
 from __future__ import annotations
 
@@ -25,34 +25,32 @@ from vllm_trie.supported_engines import most_plugin_beams
 
 logger = init_logger("vllm.trie_beam.widest_steps")
 
-ROWS = 64  # of several searches that need much memory, together
-LIGHT_BYTES = 14  # for each row and token of the vocabulary, of other searches
-HEAVY_BYTES = 63  # of these, where their rows are taken in one part
-HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 60  # of all their rows, and besides of those of a part
+ROWS = 64  # of several searches that may share a step that needs much memory
+LIGHT_BYTES = 14  # for each row and token of the vocabulary, in other steps
+HEAVY_BYTES = 63  # in steps that need much memory, if their rows are one part
+HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 60  # otherwise: of all their rows, and additionally of those of a part
 STRATEGIES: tuple[SearchStrategy, ...] = (
     *(BestStrategy(), DiverseGroupsStrategy(1, 0.5, None), RowSamplingStrategy(), StochasticStrategy()),
     *(JointSamplingStrategy(replacement, 1, None, False) for replacement in (False, True)),
 )
 FILTERS, PRUNING, STOPS = SearchFilters(0.5, 0.1, 0, 0.9), SearchPruning(0.1, 1.0, 0.1, 2), StopConstraints((0,))
-AFTER = ItemConstraint(
-    "", 2, after=0, ends_with_stop=True, excludes=True
-)  # from some token on along a catalog, and before it any token
-
+# Any token, until one after which a catalog applies.
+AFTER = ItemConstraint("", 2, after=0, ends_with_stop=True, excludes=True)
 PHRASES = PhraseBoostConstraint.of([([0], 1.0)])
 
 
 def most_rows_measured_together(vocab_size: int) -> int:
-    """How many rows of several searches are selected together where that needs much memory: a part at most."""
+    """How many rows of several searches may share a step that needs much memory: at most a part."""
     return min(ROWS, search_rows_at_a_time(vocab_size))
 
 
 def most_heavy_rows_measured(vllm_config: VllmConfig) -> int:
-    """How many rows are selected together where that needs much memory: those of the widest search, or of several."""
+    """How many rows a step that needs much memory may have: those of the widest search, or of several."""
     return max(most_plugin_beams(vllm_config), most_rows_measured_together(vllm_config.model_config.get_vocab_size()))
 
 
 def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs: int) -> None:
-    """Take a step of each kind, of one search with as many beams as there may be, and with all that it may ask for.
+    """Takes a step of each kind, with as many beams as there may be, and with everything that a search may ask for.
 
     Args:
         logits: [R, V], of all rows.
@@ -73,16 +71,16 @@ def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs
     several = logits[: most_rows_measured_together(logits.shape[1])]
     in_groups = heavy._replace(strategy=DiverseGroupsStrategy(1, 0.5, None), constraints=(AFTER,))
     _take_startup_step(in_groups, several, _startup_states_before_items(len(several), 1, logits.device))
-    text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
+    text = "left up to %.1f GB for searches, where %d beams together may sample or filter; max_beam_width bounds both"
     logger.info(text, most_bytes_at_startup(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
 
 
 def most_bytes_at_startup(num_rows: int, vocab_size: int, num_heavy: int) -> int:
-    """How much memory steps take at most.
+    """The most memory that steps take, in bytes.
 
     Args:
         num_rows: Of all searches.
-        vocab_size: Tokens that there are.
+        vocab_size: Tokens of the vocabulary.
         num_heavy: See `most_heavy_rows_measured`.
     """
     of_part = search_rows_at_a_time(vocab_size)
@@ -93,19 +91,19 @@ def most_bytes_at_startup(num_rows: int, vocab_size: int, num_heavy: int) -> int
 
 
 def _take_startup_step(rules: SearchRules, logits: torch.Tensor, under: States = STATELESS) -> None:
-    """Take a step of as many groups as there are rows for, with logits as they are once they are processed."""
+    """Takes a step of as many groups as there are rows for, with logits of the type of processed ones."""
     by_group = logits.float().view(-1, rules.width, logits.shape[1])
     beams = SearchBeams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
     take_packed_search_step(rules, by_group, beams, SearchInputs([(0, 0)] * len(by_group)))
 
 
 def _startup_states_by_grammar(logits: torch.Tensor) -> States:
-    """Of one group, of which it allows all tokens."""
+    """States of one group whose grammar allows all tokens."""
     return {GrammarConstraint(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
 
 
 def _startup_states_before_items(num_groups: int, width: int, device: torch.device) -> States:
-    """Of groups that may take any token, in front of a catalog of two nodes without children, and a phrase."""
+    """States of groups that may take any token, before a catalog of two nodes without children, and with a phrase."""
     first_child = torch.zeros(3, dtype=torch.int32, device=device)
     trie = ConstraintTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
     along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)

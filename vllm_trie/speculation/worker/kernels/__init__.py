@@ -1,1 +1,1 @@
-"""Triton kernels that grow forests; for each there is a function in torch that it must equal."""
+"""Triton kernels that grow forests; each must equal a function in torch."""

@@ -1,6 +1,6 @@
-"""The best tokens of each row, whatever the rows' scores, in two launches: what forests are drafted from.
+"""Ranks the best tokens of each row alone, in two launches: what forests are drafted from.
 
-In torch it is a log-softmax and a top-k.
+In torch this is a log-softmax and a top-k.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from vllm_trie.worker.kernels.tiles import (
 )
 from vllm_trie.worker.launches import next_power_of_2
 
-LEAST_KEPT = 4  # of a row, so that few variants are enough
+LEAST_KEPT = 4  # of a row, so that few variants suffice
 
 
 def draft_kernels_take(count: int, vocab_size: int) -> bool:
-    """Whether so many tokens of a row are ranked here; else torch ranks them."""
+    """Whether the kernels rank this many tokens of a row; otherwise torch does."""
     return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
 
 
 def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
-    """Order keys of the best tokens of R rows, [R, kept] int64 in no order.
+    """Order keys of the best tokens of R rows, [R, kept] int64, unordered.
 
     Args:
         values: [N, V] logits.
         which: [R] int64, the rows.
         count: Tokens of each row.
-        kept: Keys that there is room for; a power of two, `kept_by_draft_kernels(count)` or more.
+        kept: Room for keys; a power of two, at least `kept_by_draft_kernels(count)`.
     """
     logits = KernelLogits.of(values, which)
     zeros = filled_for_search((len(which), 1), 0.0, values.device)
@@ -43,9 +43,9 @@ def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, ke
 
 
 def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [R, P] float32, and tokens [R, P] int64, of such keys: the best first, at last -inf.
+    """Log-probabilities [R, P] float32 and tokens [R, P] int64 of order keys: the best first, -inf last.
 
-    Those of tokens that end hypotheses are -inf as well.
+    Tokens that end hypotheses also have -inf.
     """
     keys = keys.sort(dim=1).values
     logprobs, tokens = -(keys // SCORE_UNIT).int().view(torch.float32), keys % SCORE_UNIT
@@ -56,12 +56,12 @@ def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple
 
 
 def kept_by_draft_kernels(count: int) -> int:
-    """Keys for which there is room."""
+    """Room for the keys of `count` tokens."""
     return max(next_power_of_2(count), LEAST_KEPT)
 
 
 def warm_up_draft_kernels(serving: KernelVariants) -> None:
-    """Rank a row for every number of keys."""
+    """Ranks a row for every number of keys."""
     for logits in serving.draft_logits:
         row = torch.zeros(1, dtype=torch.int64, device=serving.device)
         kept = LEAST_KEPT

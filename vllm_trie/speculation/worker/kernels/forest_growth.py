@@ -1,4 +1,4 @@
-"""Layers of searched forests, in two launches each besides those that rank the draft model's tokens.
+"""Grows a layer of searched forests in two launches, besides those that rank the draft model's tokens.
 
 `speculation.worker.forest_growth` has both in torch, for forests of any width under any constraint.
 """
@@ -39,21 +39,21 @@ from vllm_trie.worker.kernels.order_keys import (
     sort_keys_in_kernel,
 )
 
-MOST_ENDS = 3  # tokens that no beam goes on after, which are ranked with all others
+MOST_ENDS = 3  # tokens after which no beam continues, which are ranked with all others
 SIZES = [(slots, factor * slots) for slots in SLOTS for factor in (1, 2)]  # nodes of a layer, and tokens of each
 LANES = 16, 64, 256, MOST_DRAFTS  # nodes of a layer, or rows of a group, that the second kernel is compiled for
-NODES_AT_A_TIME = 16  # that it compares all others with
+NODES_AT_A_TIME = 16  # of the others, with which a node is compared
 NONE, DRAFTS, NARROW, TAKEN = (tl.constexpr(n) for n in (NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN))
-NUM_ABOUT = 12  # what kernels know of a layer of a forest
+NUM_ABOUT = 12  # columns of what kernels know of a layer of a forest
 ABOUT = tl.constexpr(NUM_ABOUT)
-BEHIND = tl.constexpr(SCORE_UNIT**2)  # what comes after all order keys
+BEHIND = tl.constexpr(SCORE_UNIT**2)  # added to keys that must sort after all other order keys
 
 
 class ForestGrowthKernels:
-    """Grows forests of one step.
+    """Grows the forests of one step.
 
     Args:
-        plans: Theirs.
+        plans: The forests' plans.
         block_sizes: By KV cache group.
     """
 
@@ -72,14 +72,14 @@ class ForestGrowthKernels:
                 about[number - 1, plan.place] = *parts, forest_step.num_open(number), *of_rules, *of_rows
                 stops += ends
         self.arrays: list[np.ndarray] = [about, np.array(stops or [NO_NODE], np.int64), np.array(block_sizes, np.int32)]
-        self.on_device: list[torch.Tensor] = []  # the same, once they are there
+        self.on_device: list[torch.Tensor] = []  # `arrays`, once they are on the device
 
     def draft(self, growing: GrowingForests, logits: torch.Tensor, number: int) -> set[int]:
-        """Draft layer `number` of all forests whose tokens kernels can rank. Returns their places.
+        """Drafts layer `number` of all forests whose tokens kernels can rank. Returns their places.
 
         Args:
             growing: Written.
-            logits: [nodes of the layer before, V].
+            logits: [nodes of the previous layer, V].
             number: From 1 on.
         """
         active = [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
@@ -96,14 +96,12 @@ class ForestGrowthKernels:
     def best(
         self, plan: ForestGrowthPlan, logits: torch.Tensor, nodes: slice, number: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `best_drafts.rank_drafts_after_nodes` finds, for a forest that is too wide for `draft`.
-
-        None where torch must rank tokens.
+        """`best_drafts.rank_drafts_after_nodes` for a forest that is too wide for `draft`; None if torch must rank.
 
         Args:
-            plan: The forest's.
-            logits: [nodes of the layer before, V], of all forests.
-            nodes: Its own among them.
+            plan: The forest's plan.
+            logits: [nodes of the previous layer, V], of all forests.
+            nodes: The forest's nodes among them.
             number: From 1 on.
         """
         count = _num_ranked_by_draft_kernels(plan, number, logits.shape[1])
@@ -114,7 +112,7 @@ class ForestGrowthKernels:
         return drafts.decode_draft_kernel_keys(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
     def place(self, growing: GrowingForests, number: int, num_forests: int) -> bool:
-        """See `forest_growth.place_growing_layer`: layer `number` of so many forests; not if one is too wide."""
+        """`forest_growth.place_growing_layer` for layer `number` of the first forests; False if one is too wide."""
         widest = max(map(_widest_in_growth_kernels, self._plans[:num_forests]))
         if widest > LANES[-1]:
             return False
@@ -130,14 +128,14 @@ def launch_draft_nodes(
     stops: torch.Tensor,
     sizes: dict[str, int],
 ) -> None:
-    """Draft a layer of each forest, as `forest_growth.draft_growing_layer` does.
+    """Drafts a layer of each forest, as `forest_growth.draft_growing_layer` does.
 
     Args:
         growing: Written.
-        ranked: Order keys [nodes, P] of the best tokens after each node of the layers before, the size of the
-            vocabulary, and where among all nodes these begin. The keys are overwritten.
+        ranked: Order keys [nodes, P] of the best tokens after each node of the previous layers, the vocabulary size,
+            and the first of these nodes among all. The keys are overwritten.
         about: [forests, NUM_ABOUT] int32.
-        stops: Of all forests.
+        stops: Tokens after which no beam continues, of all forests.
         sizes: See `kernel_sizes_to_draft`.
     """
     (keys, vocab_size, first), num_bits = ranked, NUM_SCORE_BITS + (sizes["slots"] * ranked[1]).bit_length()
@@ -151,7 +149,7 @@ def launch_draft_nodes(
 
 
 def launch_place_nodes(growing: GrowingForests, about: torch.Tensor, block_sizes: torch.Tensor, lanes: int) -> None:
-    """Do what `forest_growth.place_growing_layer` does for a layer of each forest; see `kernel_lanes_to_draft`."""
+    """`forest_growth.place_growing_layer` for a layer of each forest; `lanes`: see `kernel_lanes_to_draft`."""
     num_tables, num_rows, columns = growing.tables.shape
     _place_draft_nodes_kernel[len(about),](
         *(about, growing.parents, growing.rows, growing.ends, growing.masks, growing.masks.shape[1]),
@@ -170,7 +168,7 @@ def _is_drafted_by_kernels(plan: ForestGrowthPlan) -> bool:
 
 
 def _is_plain_to_draft_kernels(plan: ForestGrowthPlan) -> bool:
-    """Whether drafts compete by the draft model's log-probabilities alone, and few of them may end there."""
+    """Whether drafts compete only by the draft model's log-probabilities, and few tokens may end a hypothesis."""
     forest_step = plan.forest_step
     return not forest_step.states and all(
         rules.filters.temperature == 1.0 and len(rules.stops.last_token_ids) <= MOST_ENDS for rules in forest_step.rules
@@ -178,18 +176,18 @@ def _is_plain_to_draft_kernels(plan: ForestGrowthPlan) -> bool:
 
 
 def _widest_in_growth_kernels(plan: ForestGrowthPlan) -> int:
-    """Nodes of a layer, or rows."""
+    """The most nodes of a layer, or rows."""
     return max(plan.forest_step.num_beams, plan.forest_step.budget.draft_width)
 
 
 def _num_ranked_by_draft_kernels(plan: ForestGrowthPlan, number: int, vocab_size: int) -> int:
-    """How many tokens of each node must be ranked, those with which hypotheses end among them."""
+    """How many tokens of each node must be ranked, including those that end hypotheses."""
     stops = plan.forest_step.rules[number - 1].stops.last_token_ids
     return min(plan.forest_step.budget.draft_width + len(stops), vocab_size)
 
 
 def kernel_sizes_to_draft(widest: int, count: int) -> dict[str, int]:
-    """What `_draft_nodes_kernel` is compiled for: layers of so many nodes, so many tokens being ranked after each."""
+    """Sizes that `_draft_nodes_kernel` is compiled for: for layers of `widest` nodes, and `count` tokens after each."""
     kept = drafts.kept_by_draft_kernels(count)
     slots, per_row = next(each for each in SIZES if each[0] >= widest and each[1] >= kept)
     lanes = slots * per_row
@@ -197,7 +195,7 @@ def kernel_sizes_to_draft(widest: int, count: int) -> dict[str, int]:
 
 
 def kernel_lanes_to_draft(widest: int) -> int:
-    """What `_place_draft_nodes_kernel` is compiled for."""
+    """The size that `_place_draft_nodes_kernel` is compiled for."""
     return next(lanes for lanes in LANES if lanes >= widest)
 
 
@@ -245,7 +243,7 @@ def _draft_nodes_kernel(
         others = tl.where(is_narrow, LAST_KEY, key)
         last_other = cutoff_in_kernel(others, num_others, num_bits)
         is_other = (others < LAST_KEY) & (others <= last_other) & (num_others > 0)
-        # Those of the narrow beam come first, then the others; what is left out comes last.
+        # The narrow beam's come first, then the others; what is left out comes last.
         in_turn = tl.where(is_narrow, key, tl.where(is_other, key + BEHIND, LAST_KEY))
         tl.debug_barrier()
         tl.store(keys + lane, in_turn, mask=is_lane)
@@ -339,7 +337,7 @@ def _place_draft_nodes_kernel(
 
 
 def nothing_growing_in_kernels(device: torch.device) -> GrowingForests:
-    """Arrays of the kinds that kernels are compiled for, in which there is no node."""
+    """Arrays of the types that kernels are compiled for, without any node."""
 
     def zeros(kind: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -352,7 +350,7 @@ def nothing_growing_in_kernels(device: torch.device) -> GrowingForests:
 
 
 def warm_up_growth_kernels(serving: KernelVariants) -> None:
-    """Grow a layer of no nodes, for every size of one."""
+    """Grows a layer without nodes, for every size."""
     if not serving.draft_logits:
         return
     growing, zeros = nothing_growing_in_kernels(serving.device), partial(torch.zeros, device=serving.device)

@@ -1,6 +1,6 @@
 """Lays grown forests out in the target's batch, in one launch.
 
-`speculation.worker.forest_layout` has it in torch.
+`speculation.worker.forest_layout` does it in torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NONE, NO_KEY, UNIT, ABOUT = (tl.constexpr(n) for n in (NO_NODE, NO_CHILD, PARENT
 
 
 def launch_lay_out_forests(growing: GrowingForests, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
-    """Lay out all forests, as `forest_layout.lay_out_forest` does; `layout`: see `forest_layout.forest_layout_of`."""
+    """Lays out all forests, as `forest_layout.lay_out_forest` does; `layout`: see `forest_layout.forest_layout_of`."""
     _lay_out_forest_nodes_kernel[len(layout),](
         *(layout, layout.shape[1], growing.parents, growing.tokens, growing.rows, growing.ends),
         *(growing.masks, growing.masks.shape[1], growing.slots, *growing.slots.shape),
@@ -53,7 +53,7 @@ def _lay_out_forest_nodes_kernel(
     num_tokens, first_row = tl.load(layout + 2), tl.load(layout + 3)
     any_logits = tl.load(logits_at + first_token)
     lane = tl.arange(0, lanes)
-    num_found, num_before, first_before = 0, 0, 0  # nodes; places for nodes; where the layer before begins in these
+    num_found, num_before, first_before = 0, 0, 0  # nodes; entries; where the previous layer begins in these
     for part in range((num_columns - ABOUT) // 2):
         first, size = tl.load(layout + ABOUT + 2 * part).to(tl.int64), tl.load(layout + ABOUT + 2 * part + 1)
         for begin in range(0, size, lanes):
@@ -105,7 +105,7 @@ def _lay_out_forest_nodes_kernel(
 
 
 def warm_up_forest_kernel(serving: KernelVariants) -> None:
-    """Lay out a forest of one root."""
+    """Lays out a forest of one root."""
     if not serving.draft_logits:
         return
     ints, longs = (partial(torch.zeros, dtype=kind, device=serving.device) for kind in (torch.int32, torch.int64))
