@@ -39,7 +39,7 @@ def test_a_name_of_another_system_is_refused_wherever_it_stands(name: str, cure:
 
 
 def test_an_option_of_requests_is_none_of_engines() -> None:
-    with refusal("unknown option trie_beam.length_penalty; length_penalty is for requests: each has its own"):
+    with refusal("unknown option trie_beam.length_penalty; length_penalty is an option of requests, not of the engine"):
         EngineOptions(length_penalty=1.0)
 
 

@@ -278,7 +278,7 @@ def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
 
 
 def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
-    with pytest.raises(ValueError, match="seed=1 has nothing to decide in a beam search"):
+    with pytest.raises(ValueError, match="seed=1 has no effect in a search that does not sample"):
         beam_params(2, seed=1, do_sample=False)
     assert beam_params(2, seed=1, sample_first=2).seed == 1
 

@@ -22,8 +22,11 @@ from vllm_trie import BeamParams, beam_params
         ({"rerank": "mbr", "compact": True}, "compact=True is not supported together with rerank='mbr'"),
         ({"rerank": "mbr", "trace": True}, "trace=True is not supported together with rerank='mbr'"),
         ({"rerank": "mbr", "allowed_sequences": ["a"]}, "is not supported together with rerank='mbr', which compares"),
-        ({"rerank": "mbr", "rerank_scale": 0.5, "rerank_confidence": 0.9}, "whose weights pruning does not follow"),
-        ({"rerank": "mbr", "unit": "step", "step_stop": ["."], "scorer": len}, "which draws steps"),
+        (
+            {"rerank": "mbr", "rerank_scale": 0.5, "rerank_confidence": 0.9},
+            "whose weights this pruning does not support",
+        ),
+        ({"rerank": "mbr", "unit": "step", "step_stop": ["."], "scorer": len}, "which samples steps"),
     ],
 )
 def test_wrong_values_and_company_are_refused(options: dict[str, object], message: str) -> None:

@@ -355,7 +355,7 @@ WRONG = {
     "unknown": ({"catalog": "books"}, "catalog='books' is unknown; known: items"),
     "both": (
         {"catalog": "items", "allowed_sequences": [[1]]},
-        "is not supported together with catalog='items', which names others",
+        "is not supported together with catalog='items', which already names the items",
     ),
     "drawn": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
     "semantics": ({"catalog": "items", "semantics": "vllm"}, 'together with semantics="vllm"'),

@@ -244,7 +244,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"exclude_items": [*range(100_001)]}, "has 100,001 entries, and may have 100,000; shorten it"),
     "too large": ({"exclude_items": [1 << 70]}, "is not a list of at most 100,000 item ids"),
     "no list": ({"exclude_list": "blocked"}, "exclude_list='blocked' is unknown; this engine has none; start it with"),
-    "no catalog": ({"catalog": None, "exclude_items": [1]}, "needs a catalog, whose items it names"),
+    "no catalog": ({"catalog": None, "exclude_items": [1]}, "needs a catalog of items"),
     "a set": ({"catalog": None, "allowed_sequences": [[5]], "exclude_items": [0]}, "needs a catalog"),
 }
 

@@ -47,7 +47,7 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
         (extra(beam_width=2, somebody_elses=1), "unknown option somebody_elses=1; "),
         (extra(beam_width=2, no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 is not a number of tokens"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
-        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
+        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has no effect in a search that does not sample"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number above -6 and below 6"),
         (
             extra_with(beam_width=2, allowed_token_ids=[*range(1025)]),

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
         (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
         (
             {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
-            "diversity_penalty=0.5 needs groups that differ; set num_beam_groups",
+            "diversity_penalty=0.5 needs more than one group of beams; set num_beam_groups",
         ),
         (beams(4, n=2), "n=2 does nothing in vllm_xargs (extra_args); it is a field of the request"),
         (beams(4, catalog_name="items"), "unknown option catalog_name='items'; did you mean catalog"),
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.slow
             {"length_penalty": 1.5, **beams(4, length_penalty=0.5)},
             "length_penalty=1.5 of the request is 0.5 in vllm_xargs; leave one of them out",
         ),
-        ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
+        ({"seed": 1, **beams(4)}, "seed=1 has no effect in a search that does not sample"),
         (
             {"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)},
             "ignore_eos=True is not supported together with structured_outputs (over HTTP also response_format",
