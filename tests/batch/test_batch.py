@@ -148,7 +148,7 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--beam-width", "0"], "beam_width=0 is not a whole number of beams"),
         (["--beam-width", "many"], "argument --beam-width: invalid int value: 'many'"),
         (["--early-stopping", "soon"], "argument --early-stopping: invalid choice: 'soon'"),
-        (["--search-options", "{"], "argument --search-options: '{' is no JSON"),
+        (["--search-options", "{"], "argument --search-options: '{' is not JSON"),
         (["--search-options", "[]"], "argument --search-options: '[]' is not a JSON object"),
         (["--search-options", '{"n": 2}'], "--search-options sets n, which has its own option: --n"),
         (
@@ -170,10 +170,10 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--max-tokens", "0"], "--max-tokens: max_tokens must be at least 1"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
-        (["--data-parallel-size", "2"], "--data-parallel-size=2 is not supported in a batch job; use --num-engines"),
+        (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
         (
             ["--distributed-executor-backend", "ray"],
-            "--distributed-executor-backend=ray is not supported in a batch job",
+            "--distributed-executor-backend=ray is not for a batch job",
         ),
         (["--additional-config", '{"trie_beam": {"reclaim": 1}}'], "unknown option trie_beam.reclaim"),
         (["--field", "text"], "line 1 has no 'text'; it has: prompt; choose one by --field"),

@@ -153,12 +153,10 @@ def _job_engine_args(args: argparse.Namespace) -> EngineArgs:
     args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
     EngineOptions.from_additional_config(args.additional_config)
     if args.data_parallel_size > 1:
-        raise ValueError(
-            f"--data-parallel-size={args.data_parallel_size} is not supported in a batch job; use --num-engines"
-        )
+        raise ValueError(f"--data-parallel-size={args.data_parallel_size} is not for a batch job; use --num-engines")
     if args.distributed_executor_backend == "ray":
         raise ValueError(
-            "--distributed-executor-backend=ray is not supported in a batch job: each engine runs on one Ray node; "
+            "--distributed-executor-backend=ray is not for a batch job, where each engine runs on one Ray node; "
             "leave it out"
         )
     try:

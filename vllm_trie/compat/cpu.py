@@ -61,6 +61,4 @@ def configure_vllm_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
     if vllm_needs_cpu_kernels():
         v2, check = use_v2_model_runner, validate_v2_model_runner
         v2.apply(property(lambda config: has_beams(config) or v2.original.fget(config)))
-        check.apply(
-            lambda config: None if has_beams(config) else check.original(config)
-        )  # the plugin checks these itself
+        check.apply(lambda config: None if has_beams(config) else check.original(config))  # the plugin checks itself

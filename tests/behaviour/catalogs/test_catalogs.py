@@ -230,7 +230,7 @@ def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model
     engine.runner.catalogs.load(str(tmp_path / "newer.catalog"))  # as if one worker had it, and others not
     core = engine.llm.llm_engine.engine_core.engine_core
     file = str(tmp_path / "newer.catalog")
-    with pytest.raises(RuntimeError, match="is not the same to all who load it"):
+    with pytest.raises(RuntimeError, match="is not the same file for all processes"):
         core.collective_rpc("load_catalog", args=("items", file, "another one"))
     broken = mock.patch.object(core.model_executor, "collective_rpc", side_effect=OSError("no such file"))
     with broken, pytest.raises(OSError, match="no such file"):

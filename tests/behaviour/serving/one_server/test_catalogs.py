@@ -69,7 +69,7 @@ def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
     for name, file, why in (
         ("books", "newer.txt", "exclude_list='books' is unknown; known: blocked"),
         ("blocked", "../log", "is not in trie_beam.catalog_folder"),
-        ("blocked", "words.txt", "is no list of items: invalid literal"),
+        ("blocked", "words.txt", "is not a list of items: invalid literal"),
         ("blocked", "none.txt", "cannot be read"),
     ):
         refusal = replace(name, file)
