@@ -57,7 +57,7 @@ def test_a_helper_called_by_another_name_says_ours() -> None:
 
 
 def test_a_helper_takes_each_option_once() -> None:
-    with refusal("beam_width is in extra_args; pass it as an argument of its own"):
+    with refusal("beam_width is in extra_args; pass it as a separate argument"):
         beam_params(4, extra_args={"beam_width": 3})
     for n in ("2", None, 2.0, True):
         with refusal(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width"):

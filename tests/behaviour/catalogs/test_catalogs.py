@@ -335,8 +335,8 @@ def test_a_set_larger_than_all_room_is_refused(engines: Engines, model: Path, mo
     start_with(engine, monkeypatch, request_tables_bytes=SIZE - 1)
     with pytest.raises(
         BeamRequestError,
-        match=f"^allowed_sequences need up to {SIZE:,} bytes of each device, and trie_beam.request_tables_bytes="
-        f"{SIZE - 1:,} has no room for them; leave some out, or start the engine with more$",
+        match=f"^allowed_sequences may need {SIZE:,} bytes of each device, more than trie_beam.request_tables_bytes="
+        f"{SIZE - 1:,}; leave some out, or raise request_tables_bytes$",
     ):
         engine.generate([prompt_of(20)], params)
 
@@ -359,12 +359,12 @@ WRONG = {
     ),
     "drawn": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
     "semantics": ({"catalog": "items", "semantics": "vllm"}, 'together with semantics="vllm"'),
-    "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 has no room for catalog='items'"),
-    "strings": ({"allowed_sequences": ["a"]}, "allowed_sequences of strings need a tokenizer"),
+    "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 is too few for catalog='items'"),
+    "strings": ({"allowed_sequences": ["a"]}, "allowed_sequences of strings needs a tokenizer"),
     "vocabulary": ({"allowed_sequences": [[100_000]]}, "has token 100000; tokens are 0 to 299"),
     "empty": ({"allowed_sequences": [[5], []]}, "allowed_sequences: "),
-    "ambiguous": ({"allowed_sequences": [[5], [5, 6]], "catalog_items": 2}, "an item begins another one"),
-    "after": ({"catalog": "items", "catalog_after": 100_000}, "catalog_after=100000 is no token"),
+    "ambiguous": ({"allowed_sequences": [[5], [5, 6]], "catalog_items": 2}, "one item is a prefix of another"),
+    "after": ({"catalog": "items", "catalog_after": 100_000}, "catalog_after=100000 is not a token id"),
     "after a stop": (
         {"catalog": "items", "catalog_after": 7, "stop_token_ids": [9, 7]},
         "catalog_after=7 is a stop token, .* leave it out of stop_token_ids",

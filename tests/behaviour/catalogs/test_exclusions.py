@@ -236,7 +236,7 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is not an item of this catalog; leave it out$"),
-    "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is no item"),
+    "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is not an item"),
     "a text": ({"exclude_items": "seen"}, "exclude_items='seen' is not a list of at most 100,000 item ids"),
     "fractions": ({"exclude_items": [1.5]}, r"exclude_items=\[1.5\] is not a list of at most 100,000 item ids"),
     "truth": ({"exclude_items": [True]}, "is not a list of at most 100,000 item ids; pass integers"),

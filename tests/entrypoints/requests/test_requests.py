@@ -57,7 +57,7 @@ def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
 @pytest.mark.parametrize("name", _SENT)
 @pytest.mark.parametrize("forged", ["true", "1", '"x"', "{}", '["beam_width", "beam_width"]'])
 def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is a mark of the front end's own; leave it out"):
+    with pytest.raises(ValueError, match=f"{name} is reserved for the front end; leave it out"):
         refuse_request_marks({name: json.loads(forged)})
 
 

@@ -77,7 +77,7 @@ def test_options_do_what_they_do_offline(server: Server, engines: Engines, score
 def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -> None:
     response = ask(server, {}, prompt=["x", "y"])
     assert response.status_code == 400
-    why = 'unit="step" takes one prompt, and this request has 2; send each by itself'
+    why = 'unit="step" takes one prompt, and this request has 2; send each separately'
     assert response.json()["error"]["message"] == why
     assert ask(server, {}, prompt=["x"]).status_code == 200
 
