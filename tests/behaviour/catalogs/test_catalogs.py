@@ -209,7 +209,7 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert [*tries] == [told["digest"]]
     (tmp_path / "astray.catalog").write_bytes(leading_astray())
     for name, file, why in (
-        ("items", "astray.catalog", "astray.catalog is no trie: not every node is a child; build it again"),
+        ("items", "astray.catalog", "astray.catalog is not a trie: not every node is a child; build it again"),
         ("other", "newer.catalog", "catalog='other' is unknown; known: items"),
         ("items", "../newer.catalog", "is not in trie_beam.catalog_folder"),
         ("items", "nothing.catalog", "cannot be read"),
@@ -404,7 +404,7 @@ def test_an_engine_refuses_a_catalog_that_is_none_or_for_another_vocabulary(mode
     (tmp_path / "text.catalog").write_text("not a catalog")
     Catalog.from_sequences([(5, 100_000)]).save(tmp_path / "other.catalog")
     (tmp_path / "astray.catalog").write_bytes(leading_astray())
-    astray = "astray.catalog is no trie: not every node is a child; build it again"
+    astray = "astray.catalog is not a trie: not every node is a child; build it again"
     reasons = {"text": "text.catalog", "other": "another vocabulary", "missing": "cannot be read", "astray": astray}
     for name, why in reasons.items():
         config = {"catalogs": {"items": str(tmp_path / f"{name}.catalog")}}
