@@ -28,7 +28,7 @@ def detokenizing_function(
     """A function from tokens to their text.
 
     Args:
-        tokenizer: The engine's.
+        tokenizer: Of the engine.
         skip_special_tokens, spaces_between_special_tokens: As in `SamplingParams`.
     """
     if not is_detokenizing_in_rust(tokenizer):

@@ -168,7 +168,7 @@ class CatalogChanges:
 class DraftedMessage(NamedTuple):
     """A group's draft forest in one step: its size, cost and accepted drafts."""
 
-    num_drafts: int  # nodes, the roots not counted
+    num_drafts: int  # nodes without the roots
     num_layers: int
     draft_width: int  # drafts per layer at most
     seconds: float  # spent on drafting, for all groups of the step together

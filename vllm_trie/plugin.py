@@ -53,7 +53,7 @@ create_engine_config = VLLMPatch("vllm.engine.arg_utils:EngineArgs", "create_eng
 
 
 def register() -> None:
-    """Called by vLLM in every process."""
+    """Install the plugin; vLLM calls it in every process."""
     if not create_engine_config.is_applied:
         create_engine_config.wrap(_select_plugin)
         wrap_vllm("vllm_trie.entrypoints.cli")

@@ -14,7 +14,7 @@ from vllm_trie import BeamParams, beam_params
     ("options", "message"),
     [
         ({"rerank": "map"}, "rerank='map' is unknown; known: 'mbr'"),
-        ({"rerank": "mbr", "metric": "comet"}, "metric='comet' is no metric; pass a callable, or one of \"chrf\""),
+        ({"rerank": "mbr", "metric": "comet"}, "metric='comet' is not a metric; pass a callable, or one of \"chrf\""),
         ({"rerank": "mbr", "rerank_scale": -1}, "rerank_scale=-1 is not a power of probabilities; pass a number >= 0"),
         ({"rerank": "mbr", "rerank_confidence": 1}, "rerank_confidence=1 is not a confidence; pass a number in (0, 1)"),
         ({"metric": "bleu"}, "metric='bleu' acts only with rerank; add rerank=\"mbr\""),
@@ -41,5 +41,5 @@ def test_a_metric_is_passed_on_as_the_object_that_it_is() -> None:
     params = beam_params(2, rerank="mbr", metric=metric)
     assert params.extra_args is not None
     assert params.extra_args["metric"] is metric
-    with refusal("metric=5 is no metric"):
+    with refusal("metric=5 is not a metric"):
         BeamParams(beam_width=2, rerank="mbr", metric=5)

@@ -36,8 +36,8 @@ def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | No
     """The tokens that end a beam in vLLM's own beam search.
 
     Args:
-        generation_config: Its fields.
-        eos_token_id: The tokenizer's.
+        generation_config: The fields of generation_config.json.
+        eos_token_id: Of the tokenizer.
     """
     if not own_vllm_beams().stops_by_generation_config:
         return set() if eos_token_id is None else {eos_token_id}
@@ -56,7 +56,7 @@ def planned_vllm_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]
 
     Args:
         vllm_config: Of the engine, for a single pipeline stage.
-        specs: By layer.
+        specs: The KV cache spec of each layer.
     """
     if minor_vllm_version(installed_vllm().version) == "0.32":
         from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block, get_kv_cache_groups

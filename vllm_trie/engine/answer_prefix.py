@@ -24,7 +24,7 @@ class EngineAnswerPart(NamedTuple):
     """Tokens of an answer that are sent together."""
 
     token_ids: list[int]
-    sum_logprobs: float  # of these
+    sum_logprobs: float  # of these tokens
     reports: GroupTokenReports | None  # if log-probabilities are returned
 
 

@@ -42,7 +42,7 @@ class Exclusion:
 
     @classmethod
     def of(cls, catalog: Catalog, item_ids: np.ndarray) -> Self:
-        """Exclude all sequences of some items.
+        """Exclude items, with all their sequences.
 
         Args:
             item_ids: [n] int64, ascending, each once. Those that no item has are ignored.
@@ -158,8 +158,8 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         bounds = np.flatnonzero(np.concatenate([TRUE, own[1:] != own[:-1], TRUE]))  # of the children of each parent
         first, num_closed = bounds[:-1], np.diff(bounds)
         above, low, high = own.take(first), nodes.take(first), nodes.take(bounds[1:] - 1)
-        # All children of a parent are dead if none is missing between, and those next to them are others'. The last
-        # node of all is followed by the root.
+        # All children of a parent are closed if no number is missing among them and the nodes before and after them
+        # have other parents. After the last node of all comes the root.
         is_shut = (num_closed == high - low + 1) & (above > 0)
         is_shut &= (parents.take(low - 1) != above) & (parents.take(high + 1, mode="wrap") != above)
         is_shut[first.searchsorted(np.flatnonzero(kinds != IS_CLOSED), side="right") - 1] = False

@@ -166,7 +166,7 @@ class GroupCatalogUse(NoGroupCatalog):
     def num_ending(self, num_beams: int, num_stop_tokens: int) -> int | None:
         if not self.params.catalog_unique:
             return None
-        from vllm_trie.engine.unique_catalog_items import num_engine_ending_along  # which few searches need
+        from vllm_trie.engine.unique_catalog_items import num_engine_ending_along  # here: few searches need it
 
         return num_engine_ending_along(self.params, self._catalog, num_beams, num_stop_tokens)
 

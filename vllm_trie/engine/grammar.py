@@ -45,7 +45,7 @@ def why_no_group_grammar(compiled: StructuredOutputGrammar | Exception) -> str |
 
 
 def _is_guidance_group_grammar(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]:
-    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # here: most engines never need it
 
     return isinstance(grammar, GuidanceGrammar)
 
@@ -98,7 +98,7 @@ class GroupGrammar:
             # The last child of a parent takes over the parent's matcher.
             after[row] = matcher = matcher if last_child[parent] == row else _fork_group_grammar(matcher)
             if not matcher.accept_tokens("", [token]):
-                raise GrammarError(f"the grammar of structured_outputs does not take token {token}, which it allowed")
+                raise GrammarError(f"the grammar of structured_outputs refuses token {token}, which it allowed")
         self._rows = after
 
 

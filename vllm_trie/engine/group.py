@@ -288,7 +288,7 @@ class BeamGroup:
         hypothesis, all of it except its last token.
 
         Raises:
-            AnswerChangedError: something else was sent before a preemption.
+            AnswerChangedError: other tokens were sent before a preemption.
         """
         stream, trie = self.stream, self.hypotheses
         assert stream is not None
@@ -308,7 +308,7 @@ class BeamGroup:
         return parents if self.length > 1 else np.zeros_like(parents)
 
     def best(self, count: int) -> GroupHypotheses:
-        """The best `count` finished hypotheses, best first; fewer if there are fewer."""
+        """The best `count` finished hypotheses, best first, or all if there are fewer."""
         return self._found(self.pool.best(count))
 
     def best_so_far(self, count: int) -> GroupHypotheses:
@@ -374,6 +374,6 @@ def _new_group_trie(is_traced: bool) -> HypothesisTrie:
     """The empty trie of a new search."""
     if not is_traced:
         return HypothesisTrie()
-    from vllm_trie.trie.traced import TracedTrie  # which few searches need
+    from vllm_trie.trie.traced import TracedTrie  # here: few searches need it
 
     return TracedTrie()

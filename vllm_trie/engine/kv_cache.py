@@ -425,7 +425,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         """A trie of the blocks of a group that is still one row, with so many computed tokens."""
         held = manager.req_to_blocks[request.request_id]
         if isinstance(manager, CrossAttentionManager):
-            from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # an import that most engines never need
+            from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # here: most engines never need it
 
             return EncoderBlockTrie.of([block.block_id for block in held], manager.block_size)
         num_held = -(-num_tokens // manager.block_size)

@@ -61,7 +61,7 @@ logger = init_logger("vllm.trie_beam.scheduler")
 
 NO_ADMISSION = -1
 BUDGETS = "engine.speculation_budget:SpeculationBudgets"
-ONE_ROW = np.zeros(1, np.int32)  # its own parent
+ONE_ROW = np.zeros(1, np.int32)  # parents in a group of one row
 UNCHECKED = (
     "its front end does not load the plugin, which checks beam requests; vLLM's Rust front end loads no plugins: unset "
     "VLLM_USE_RUST_FRONTEND"

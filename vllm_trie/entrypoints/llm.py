@@ -119,7 +119,7 @@ def _llm_search(
     )
     limit = len(prompts) if concurrency_limit is None else concurrency_limit
     if limit < 1 and prompts:
-        raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
+        raise ValueError(f"concurrency_limit={concurrency_limit} allows no request; pass at least 1, or None")
     if limit < len(prompts):  # check all prompts before any is searched
         tasks = engine.get_supported_tasks()
         for prompt in prompts:

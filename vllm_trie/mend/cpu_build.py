@@ -25,7 +25,7 @@ CPU = "+cpu"  # suffix of the versions of CPU builds
 TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 DECLARE_OPERATORS = """
 
-# Added by vllm_trie.mend: what the compiled part declares, which does not load next to this torch.
+# Added by vllm_trie.mend: operators of the compiled part, which does not load with this torch.
 if not _has_ops():
     for _operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

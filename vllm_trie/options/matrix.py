@@ -100,7 +100,7 @@ CLASHES = (
     Clash(("logprobs",), ("catalog_renormalize",), "which replaces the model's log-probabilities"),
     Clash(("ignore_eos",), ("structured_outputs",), "where nothing else ends a hypothesis", "leave it out"),
     Clash(("n", "logprobs", "beam_results"), ("compact",), "which returns one output", "leave it out"),
-    Clash(("compact", "trace"), ("rerank",), "which returns hypotheses in an order of its own"),
+    Clash(("compact", "trace"), ("rerank",), "which returns hypotheses in another order"),
     Clash(ITEMS, ("rerank",), "which compares texts, not items"),
     Clash(("detokenize=False",), ("rerank",), "which compares texts", "leave it out"),
     Clash(('output_kind="DELTA"',), ("rerank",), "whose order is known only at the end", "do not stream"),

@@ -115,7 +115,7 @@ class Core(Options):
     """
 
     beam_width: int = option(..., "is not a whole number of beams; pass an integer of at least 1", ge=1)
-    early_stopping: EarlyStopping = option(False, 'is none of False, True and "never"')
+    early_stopping: EarlyStopping = option(False, 'is not False, True or "never"')
     unit: Literal["token", "step"] = option("token")
 
 
@@ -201,7 +201,7 @@ class Reranking(Options):
 
     rerank: Literal["mbr"] | None = option(None)
     metric: MetricName | Callable[..., Any] = option(
-        "chrf", 'is no metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
+        "chrf", 'is not a metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
     )
     rerank_scale: Number = option(0.0, "is not a power of probabilities; pass a number >= 0", ge=0, le=MOST_SCALE)
     rerank_confidence: Number | None = option(

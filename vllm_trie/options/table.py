@@ -20,12 +20,12 @@ Number = int | float
 
 
 # Other systems' names for options.
-OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())  # here: elsewhere
+OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())  # option -> names
 _MEANT = {name: meant for meant, names in OTHER_NAMES.items() for name in names.split()}
-MOST_LIKE = 64  # characters of what somebody may have meant: twice as many as any name has
+MOST_LIKE = 64  # characters of a name that is compared with options: twice as many as any has
 
-MOST_TEXT = 256  # characters of an option that is a text, a name mostly; what brings data has its own bound
-MOST_ENTRIES = 256  # of an option that is a list, likewise
+MOST_TEXT = 256  # characters of a text, usually a name; options that bring data have other limits
+MOST_ENTRIES = 256  # of a list, unless the option has another limit
 
 
 def option(

@@ -75,7 +75,7 @@ def steps_worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int],
 
 
 class _StepSubtree(NamedTuple):
-    """Beams that share a step, by their places among all."""
+    """Beams that share a step, by index."""
 
     first: int  # the first of all its beams
     gain: float  # shares of the paying beams minus the cost of their steps

@@ -60,7 +60,7 @@ def open_step_request(
         raise ValueError(f'unit="step" works on prompts of text or tokens, not on a {type(prompt).__name__}')
     engine_input = _rendered_step_prompt(prompt, engine, tokenization_kwargs or {})
     if engine_input["type"] != "token":
-        raise ValueError('unit="step" works on prompts of text or tokens; send text alone')
+        raise ValueError('unit="step" works on prompts of text or tokens; send only text')
     room = vllm_config.model_config.max_model_len - len(engine_input["prompt_token_ids"])
     rules = StepRules(
         width=beam.beam_width,

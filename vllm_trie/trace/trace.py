@@ -13,9 +13,9 @@ PLUGIN_NAME = "trie_beam"  # a copy: `options` needs packages that a reader of t
 class Finished(NamedTuple):
     """Finished hypotheses in the order in which they finished: [F] each."""
 
-    steps: list[int]  # of their last tokens
+    steps: list[int]  # in which their last tokens were generated
     parents: list[int]  # the slots, one step before, that they continue
-    tokens: list[int]  # their last ones, stop tokens among them
+    tokens: list[int]  # their last tokens, including stop tokens
     scores: list[float]  # cumulative log-probabilities, in nats
 
 

@@ -232,7 +232,7 @@ class BlockTrie:
     def check_invariants(self) -> None:
         """Raise AssertionError unless the table is a trie, no two rows share a tail, and its blocks are held."""
         held = self._common + self._held.tolist()
-        if not self.width:  # after its release
+        if not self.width:  # after `release`
             assert not held, "a block outlived the rows"
             return
         table, num_full = self._table, self._num_full

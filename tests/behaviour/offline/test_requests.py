@@ -166,6 +166,6 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
     asked = {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",)
-    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
+    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send only text"):
         process_request_inputs.function(with_an_image, processor, "0", *asked)
     engine.check_nothing_is_left()

@@ -36,7 +36,7 @@ def prepare_request_grammar(
             f"copied; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
         )
     if config.reasoning_parser and not config.enable_in_reasoning:
-        from vllm.reasoning import ReasoningParserManager  # which most engines never need
+        from vllm.reasoning import ReasoningParserManager  # here: most engines never need it
 
         parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)(tokenizer)
         if not parser.is_reasoning_end(prompt):

@@ -131,7 +131,7 @@ def _refuse_far_request_priority(priority: int) -> None:
 
 def _refuse_long_request_lists(params: SamplingParams) -> None:
     """Refuse lists that Model Runner V2 has no room for: they would end the engine."""
-    from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
+    from vllm.v1.worker.gpu.sample import logit_bias  # here: a worker in this process must first patch torch for a CPU
 
     masked = params.all_stop_token_ids if params.min_tokens else ()
     bad = [token for word in params.bad_words_token_ids or () for token in word]
@@ -234,7 +234,7 @@ def _why_no_request_with(shown: str, vllm_config: VllmConfig) -> str | None:
     reasons = {
         f"works on {shown} only without a draft model, which does not see them; start vLLM without it, or let n-grams "
         "draft": speculative_config_drafts(vllm_config) == "model",
-        f"does not work on {shown} of a model whose images are attended in both directions; send text alone": shown
+        f"does not work on {shown} of a model whose images are attended in both directions; send only text": shown
         != "prompt_embeds"
         and vllm_config.model_config.is_mm_prefix_lm,
     }
@@ -287,11 +287,11 @@ def _prepare_request(
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
     if data.has_items:
-        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # few requests have items
+        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # here: few requests have items
 
         beam, num_beams = resolve_request_items(params, beam, item_set, vllm_config, processor.tokenizer)
     if sampling_params_have_grammar(params):
-        from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
+        from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # here: few requests need it
 
         prepare_request_grammar(
             params, request.prompt_token_ids or [], vllm_config.structured_outputs_config, processor.tokenizer

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
         (beams(4, foo=1), "unknown option foo=1; known: beam_width, "),
         ({"echo": True, "logprobs": 1, **beams(4)}, "logprobs=1 with echo=True asks for log-probabilities of"),
         ({"use_beam_search": True, "vllm_xargs": {"unit": "step"}}, 'unit="step" does not work with use_beam_search'),
-        ({"use_beam_search": True, "best_of": 2}, "best_of=2; the width is how many beams are searched, n how many"),
+        ({"use_beam_search": True, "best_of": 2}, "best_of=2; beam_width is the number of beams, n the number of"),
         ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
         ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean beam_width?"),
         ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is not a field of a request; pass"),
