@@ -42,7 +42,7 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
         (extra(trie_beam_fork={"x": 1}), "trie_beam_fork is reserved for the front end; leave it out"),
         (extra(beam_widht=4), "did you mean beam_width"),
         (extra(num_beams=4), "unknown option num_beams=4; did you mean beam_width"),
-        (extra(beam_width=2, best_of=4), "unknown option best_of=4; the width is how many beams are searched"),
+        (extra(beam_width=2, best_of=4), "unknown option best_of=4; beam_width is the number of beams"),
         (extra(beam_width=2, stop="x"), "stop='x' has no effect in vllm_xargs .*; it is a field of the request"),
         (extra(beam_width=2, somebody_elses=1), "unknown option somebody_elses=1; "),
         (extra(beam_width=2, no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 is not a number of tokens"),

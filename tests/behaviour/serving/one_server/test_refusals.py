@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
         ),
         (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
         (beams(4, beam_results=1, compact=1), "beam_results=True is not supported together with compact=True, which"),
-        (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
+        (beams(4, best_of=4), "unknown option best_of=4; beam_width is the number of beams, n the number of"),
         (
             {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
             "diversity_penalty=0.5 needs more than one group of beams; set num_beam_groups",
