@@ -22,7 +22,7 @@ FOREIGN = [
     ("encoder_no_repeat_ngram_size", "no_repeat_ngram_size, which looks through the prompt and the answer, comes"),
     *(("early_stop", "did you mean early_stopping?"), ("do_early_stopping", "did you mean early_stopping?")),
     *(("renormalize_logits", "filters never renormalize"), ("force_words_ids", "no phrase can be forced to occur")),
-    *(("constraints", "no phrase can be forced to occur"), ("exponential_decay_length_penalty", "length_penalty is the")),
+    *(("constraints", "no phrase can be forced"), ("exponential_decay_length_penalty", "length_penalty is the")),
     *(("patience", "early_stopping decides when"), ("max_new_tokens", "did you mean max_tokens?")),
 ]
 
