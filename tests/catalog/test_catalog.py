@@ -234,7 +234,7 @@ def test_a_catalog_fits_the_vocabulary_it_was_built_for() -> None:
             catalog.check_fits(vocab_size, tokenizer)
     unknown = Catalog.from_sequences([[1, 9]], vocab_size=20)
     unknown.check_fits(20, "def")
-    with pytest.raises(ValueError, match="another vocabulary: of 20 tokens, and the model has 10"):
+    with pytest.raises(ValueError, match="another vocabulary: it has 20 tokens, and the model has 10"):
         unknown.check_fits(10, "def")
 
 

@@ -192,7 +192,7 @@ class Catalog(CatalogHeader):
         elif tokenizer is not None and self.tokenizer not in (None, tokenizer):
             reason = f"its tokenizer has digest {self.tokenizer}, and the model's {tokenizer}"
         elif self.tokenizer is None and self.vocab_size is not None and self.vocab_size > vocab_size:
-            reason = f"it was built for {self.vocab_size} tokens, and the model has {vocab_size}"
+            reason = f"it has {self.vocab_size} tokens, and the model has {vocab_size}"
         else:
             return
         raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
