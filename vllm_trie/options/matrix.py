@@ -98,7 +98,7 @@ CLASHES = (
     Clash(("stop",), ITEMS, "whose items end hypotheses"),
     Clash(("structured_outputs",), ITEMS, "whose items already determine the hypotheses"),
     Clash(("logprobs",), ("catalog_renormalize",), "which replaces the model's log-probabilities"),
-    Clash(("ignore_eos",), ("structured_outputs",), "where nothing else ends a hypothesis", "leave it out"),
+    Clash(("ignore_eos",), ("structured_outputs",), "which leaves nothing else to end a hypothesis", "leave it out"),
     Clash(("n", "logprobs", "beam_results"), ("compact",), "which returns one output", "leave it out"),
     Clash(("compact", "trace"), ("rerank",), "which returns hypotheses in another order"),
     Clash(ITEMS, ("rerank",), "which compares texts, not items"),
