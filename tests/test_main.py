@@ -81,7 +81,7 @@ def test_a_build_that_differs_is_told_piece_by_piece(rows, monkeypatch: pytest.M
     monkeypatch.setattr(
         fingerprint, "compare_installed_vllm", lambda: fingerprint.VLLMComparison({}, ["vllm.a:one"], [])
     )
-    assert rows()["vLLM"].advice == "may fit, with a warning; what differs: vllm.a:one"
+    assert rows()["vLLM"].advice == "probably fits (the engine warns); differs in: vllm.a:one"
     assert not rows()["vLLM"].is_fatal
     refused = fingerprint.VLLMComparison({"vllm.b:two": "is gone"}, [], [])
     monkeypatch.setattr(fingerprint, "compare_installed_vllm", lambda: refused)
@@ -135,7 +135,7 @@ def test_a_cpu_build_that_does_not_start_is_told_with_its_cure(rows, monkeypatch
     assert rows()["vLLM"].is_fatal
     assert rows()["vLLM"].advice == (
         "python -m vllm_trie.mend lets it start: "
-        "the vllm command asks for a package called vllm, torchaudio is no CPU build"
+        "the vllm command needs a package called vllm, torchaudio is not a CPU build"
     )
     versions |= {"vllm": "0.32.0+cpu", "torchaudio": "2.11.0+cpu"}
     assert cpu_build.broken_before_mend() == []

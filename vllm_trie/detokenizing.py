@@ -1,6 +1,6 @@
-"""The text of tokens, as vLLM's detokenizers write it: what a user reads is what stop strings and delimiters are in.
+"""The text of tokens as vLLM's detokenizers write it: stop strings and delimiters are searched in what a user reads.
 
-`tokenizer.decode` would not do: of some tokenizers it removes spaces before punctuation, which vLLM leaves.
+`tokenizer.decode` differs: with some tokenizers it removes spaces before punctuation, which vLLM keeps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Decode = Callable[[list[int]], str]
 
 
 def is_detokenizing_in_rust(tokenizer: Any) -> bool:
-    """Whether a tokenizer of Rust is behind this one, which vLLM then asks."""
-    from transformers import PreTrainedTokenizerFast  # which is not needed to check kernels
+    """Whether this tokenizer wraps one in Rust, by which vLLM then detokenizes."""
+    from transformers import PreTrainedTokenizerFast  # here: kernel checks run without transformers
 
     return isinstance(tokenizer, PreTrainedTokenizerFast)
 
@@ -28,7 +28,7 @@ def detokenizing_function(
     """A function from tokens to their text.
 
     Args:
-        tokenizer: The engine's.
+        tokenizer: Of the engine.
         skip_special_tokens, spaces_between_special_tokens: As in `SamplingParams`.
     """
     if not is_detokenizing_in_rust(tokenizer):
@@ -41,7 +41,7 @@ def detokenizing_function(
 
 
 def _detokenizing_without_spaces(decode: Decode, added: dict[int, str], tokens: list[int]) -> str:
-    """As vLLM's `FastIncrementalDetokenizer`: an added token after another one is its content, and nothing else."""
+    """As vLLM's `FastIncrementalDetokenizer`: an added token that follows another adds its content without a space."""
     text, start = "", 0
     for place in range(1, len(tokens)):
         if tokens[place] in added and tokens[place - 1] in added:
@@ -60,7 +60,7 @@ class _DetokenizingSlowly:
         self._between = " " if spaces_between_special_tokens else ""
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        known = [token for token in tokens if token < self._size]  # a model may have more than its tokenizer
+        known = [token for token in tokens if token < self._size]  # a model may have more tokens than its tokenizer
         written: Iterable[str | None] = self._tokenizer.convert_ids_to_tokens(
             known, skip_special_tokens=self._skips_special_tokens
         )

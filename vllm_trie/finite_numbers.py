@@ -1,4 +1,4 @@
-"""What a user's callable returned, checked: a finite number for each thing that it was asked about."""
+"""Checks that a user's callable, a scorer or a metric, returned one finite number for each of its inputs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 def finite_numbers(
     values: Iterable[Any], count: int, who: str, each: str, error: type[ValueError] = ValueError
 ) -> list[float]:
-    """`values` as `count` numbers.
+    """Convert `values` to `count` finite numbers.
 
     Args:
-        who: What returned them, in messages.
-        each: What it was asked about.
+        who: The callable's kind, for messages.
+        each: The kind of its inputs, for messages.
 
     Raises:
-        ValueError: they are something else; of the type `error`.
+        ValueError: they are not; of the type `error`.
     """
     try:
         numbers = [float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as why:
-        raise error(f"the {who} returned what are no numbers: {why}; return a number per {each}") from None
+        raise error(f"the {who} returned what is not a number: {why}; return a number per {each}") from None
     if len(numbers) != count:
         raise error(f"the {who} returned {len(numbers)} numbers for {count} {each}s; return one for each")
     for index, number in enumerate(numbers):

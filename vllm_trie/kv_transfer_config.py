@@ -1,4 +1,4 @@
-"""Which KV connectors an engine with beams takes, and why not the others."""
+"""Which KV connectors an engine with beams supports, and why not the others; checked when an engine is configured."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
 
-UNSUPPORTED_CONNECTORS = {  # of vLLM's, and why
-    "HiSparseConnector": "which keeps the KV that rows decode on the host: it knows those of ordinary requests alone",
-    "ExampleHiddenStatesConnector": "which saves hidden states of requests that generate nothing",
+UNSUPPORTED_CONNECTORS = {  # connectors of vLLM, and why
+    "HiSparseConnector": "which moves the KV of decoding rows to the host, and only for ordinary requests",
+    "ExampleHiddenStatesConnector": "which saves hidden states of requests that do not generate",
 }
 
 
 def unsupported_kv_transfer_config(vllm_config: VllmConfig) -> dict[str, bool]:
-    """What about this engine's KV connectors makes beams impossible.
+    """Which uses of KV connectors make beams impossible, and whether this engine has them.
 
-    A connector sees of a search its prompt alone (`engine.kv_transfer`). That is all that most of them need.
+    A connector sees only the prompt of a search (`engine.kv_transfer`), which is all that most connectors need.
     """
     if (config := vllm_config.kv_transfer_config) is None:
         return {}
@@ -30,7 +30,7 @@ def unsupported_kv_transfer_config(vllm_config: VllmConfig) -> dict[str, bool]:
 
 
 def connectors_reading_freed_blocks(vllm_config: VllmConfig) -> list[str]:
-    """Connectors that save what others are about to overwrite, and must hear of it before."""
+    """Connectors that save blocks before others overwrite them, and so must learn of it in time."""
     if (config := vllm_config.kv_transfer_config) is None:
         return []
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -42,7 +42,7 @@ def connectors_reading_freed_blocks(vllm_config: VllmConfig) -> list[str]:
 
 
 def _connectors_of(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """The connector, or those that vLLM's `MultiConnector` has."""
+    """The connector, or those inside vLLM's `MultiConnector`."""
     if config.kv_connector != "MultiConnector":
         yield config
         return

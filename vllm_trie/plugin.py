@@ -1,9 +1,8 @@
-"""The entry point: puts the search into engines that ask for it, and leaves all others alone.
+"""The entry point: adds beam search to engines that ask for it, and leaves all others alone.
 
 vLLM calls `register` in every process, maybe more than once. It adds the `--plugin` flag and wraps
-`EngineArgs.create_engine_config`, where an engine's fate is decided. An engine is *selected* by that
-flag, by `VLLM_PLUGINS`, or by a "trie_beam" entry in its `additional_config`. Then its scheduler and
-worker become ours, its requests are checked, and beam search calls run in it.
+`EngineArgs.create_engine_config`. That flag, `VLLM_PLUGINS`, or a "trie_beam" entry in `additional_config` *selects* an
+engine. A selected engine gets the plugin's scheduler and worker, checks its requests, and runs beam search calls.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ create_engine_config = VLLMPatch("vllm.engine.arg_utils:EngineArgs", "create_eng
 
 
 def register() -> None:
-    """Called by vLLM in every process."""
+    """Install the plugin; vLLM calls it in every process."""
     if not create_engine_config.is_applied:
         create_engine_config.wrap(_select_plugin)
         wrap_vllm("vllm_trie.entrypoints.cli")
@@ -65,7 +64,7 @@ def register() -> None:
 def _register_plugin_draft_architecture() -> None:
     from vllm.model_executor.models import ModelRegistry
 
-    ModelRegistry.register_model(DRAFT_VOCABULARY, DRAFT_CLASS)  # imported by engines that load it
+    ModelRegistry.register_model(DRAFT_VOCABULARY, DRAFT_CLASS)  # imported only by engines that load it
 
 
 def _select_plugin(
@@ -81,12 +80,12 @@ def _select_plugin(
     options = EngineOptions.from_additional_config(self.additional_config)
     changed = verify_vllm(options.vllm_check, vllm_needs_cpu_kernels())
     _plugin_refuses_v1_runner()
-    # vLLM writes what it infers into its arguments, and would take that for said the next time: hence the copies.
+    # vLLM writes what it infers into its arguments, and would take it for the user's the next time: hence the copy.
     arguments = copy(self)
     _plugin_takes_over(arguments)
     vllm_config = original(arguments, usage_context, *args, **kwargs)
     if unsupported := why_model_without_beams(vllm_config):
-        logger.warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
+        logger.warning("%s does not support %s: this engine runs without beams", PLUGIN_NAME, unsupported)
         vllm_config = original(self, usage_context, *args, **kwargs)
     else:
         vars(self).update(vars(arguments))
@@ -102,19 +101,19 @@ def _select_plugin(
 
 
 def _log_plugin_start(vllm_config: VllmConfig, changed: list[str]) -> None:
-    """A line of the log for this engine, and warnings: of what differs in this build of vLLM, or is wrong in it."""
+    """Log one line about this engine, and warnings about its vLLM build and settings."""
     config, parallel, version = plugin_config_of(vllm_config), vllm_config.parallel_config, installed_vllm().version
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
-        return  # one of several servers of an engine; what started them has told
+        return  # one of several API servers of an engine; their parent process has logged
     if changed:
-        text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
-        logger.warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
+        text = "%s was written for another build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
+        logger.warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"Differences: {', '.join(changed)}")
     if vllm_needs_cpu_kernels() and _is_plugin_latent_eager(vllm_config):
-        text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
+        text = "with enforce_eager=True vLLM itself computes latent attention incorrectly on a CPU: leave it out, or %s"
         logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
     if are_capture_sizes_narrow(vllm_config):
         widest, size = vllm_config.compilation_config.max_cudagraph_capture_size, capture_size_to_set(vllm_config)
-        text = "max_beam_width=%d, but steps of more than %d rows replay no CUDA graph: %s, or set no size to capture"
+        text = "max_beam_width=%d, but steps of more than %d rows replay no CUDA graph: %s, or set no capture sizes"
         cure = f"raise max_cudagraph_capture_size to {size}, or add {size} to cudagraph_capture_sizes"
         logger.warning(text, config.max_beam_width, widest, cure)
     logger.info(
@@ -126,7 +125,7 @@ def _log_plugin_start(vllm_config: VllmConfig, changed: list[str]) -> None:
 
 
 def _is_plugin_latent_eager(vllm_config: VllmConfig) -> bool:
-    """Whether a custom kernel, which is not compiled away, rotates the keys of latent attention."""
+    """Whether a custom kernel, not compiled code, applies rotary embeddings to the keys of latent attention."""
     model, off = vllm_config.model_config, {"none", "-rotary_embedding"}
     return model.use_mla and model.enforce_eager and off.isdisjoint(vllm_config.compilation_config.custom_ops)
 
@@ -142,13 +141,13 @@ def _check_plugin_files(vllm_config: VllmConfig) -> None:
 
 
 def _wrap_plugin_front_end(usage_context: UsageContext | None, keeps_stats: bool) -> None:
-    """Wrap what takes in requests and hands out answers: for an `LLM`, which says that it is one, nothing of servers.
+    """Wrap the parts of the front end that receive requests and return answers.
 
-    Whoever else makes an engine may serve with it.
+    For an `LLM`, known by its usage context, the server's parts are left out. Any other engine may be served.
     """
     from vllm.usage.usage_lib import UsageContext
 
-    # Who has imported `AsyncLLM` may make one of any config.
+    # A process that has imported `AsyncLLM` may make one from any config.
     is_offline = usage_context is UsageContext.LLM_CLASS and "vllm.v1.engine.async_llm" not in sys.modules
     answers = "answers.search_state", "answers.logprobs", "answers.answer_start"
     endpoints = "server", "use_beam_search", "streams", "generate_api", "catalog_api", "speech"

@@ -1,4 +1,4 @@
-"""What a beam request's `SamplingParams` ask of each hypothesis."""
+"""How the fields of a beam request's `SamplingParams` act on a search, and which are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_trie.search.filters import SearchFilters
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-# Fields that act on the logits of each hypothesis, as vLLM's sampler applies them, if they are not zero or empty.
+# Fields by which vLLM's sampler changes the logits of each hypothesis, unless they are zero or empty.
 _CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words")
 
 
@@ -26,7 +26,7 @@ def sampling_params_stops(params: SamplingParams) -> tuple[int, ...]:
 
 
 def sampling_params_ignored_stops(params: SamplingParams) -> tuple[int, ...]:
-    """The tokens that end nothing, and that vLLM bars before `min_tokens` all the same, ascending: an ignored EOS."""
+    """The tokens that end nothing but that vLLM bars before `min_tokens`, ascending: an ignored EOS."""
     return tuple(sorted(params.all_stop_token_ids - {*sampling_params_stops(params)})) if params.min_tokens else ()
 
 
@@ -36,17 +36,17 @@ def sampling_params_control_logits(params: SamplingParams) -> bool:
 
 
 def sampling_params_filters(params: SamplingParams) -> SearchFilters:
-    """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
+    """Temperature and filters of each row. `temperature=0.0`, which means no sampling, does not scale."""
     return SearchFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
 
 
 def sampling_params_have_grammar(params: SamplingParams) -> bool:
-    """Whether structured outputs say what hypotheses may look like."""
+    """Whether structured outputs constrain hypotheses."""
     return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
 
 
 def sampling_params_matrix_fields(params: SamplingParams) -> dict[str, Any]:
-    """The fields that ask for what does not hold in any case, of those that some option does not go with."""
+    """The fields that differ from their defaults, of those that clash with some option."""
     fields = dict[str, Any]()
     for name, default in _sampling_params_defaults().items():
         value = getattr(params, name)
@@ -68,13 +68,13 @@ def _sampling_params_defaults() -> dict[str, Any]:
 
 
 def refuse_sampling_params(fields: Mapping[str, Any], beam: SearchParams, feature: str = "beam_width") -> None:
-    """Refuse fields of `SamplingParams` that this search does not honour.
+    """Refuse fields of `SamplingParams` that clash with options of this search.
 
     Args:
         fields: `sampling_params_matrix_fields` of the request.
-        feature: What the user calls the search.
+        feature: The user's name for the search.
 
     Raises:
-        ValueError: naming the field and its value, and what would work.
+        ValueError: names the field, its value and what would work.
     """
     refuse_options({**fields, **beam.params(), "beam_width": feature})

@@ -1,4 +1,4 @@
-"""Which of vLLM's speculation the beams of an engine take part in."""
+"""How beams use the speculative decoding that an engine is configured with, and which configurations are refused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from vllm_trie.options import BeamParams
 
-DRAFT_VOCABULARY = "DraftVocabularyLlama"  # the architecture of draft models that propose a part of the tokens
-UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
-    "eagle": "which reads other hidden states than an EAGLE-3 head",
-    "mtp": "whose modules may have caches of their own, or read the target's",
-    "dflash": "whose drafts do not depend on the drafts before them",
+DRAFT_VOCABULARY = "DraftVocabularyLlama"  # architecture of draft models whose vocabulary is a part of the target's
+UNSUPPORTED_HEADS = {  # methods of vLLM, and why
+    "eagle": "which reads different hidden states than an EAGLE-3 head",
+    "mtp": "whose modules may have separate KV caches, or read the target's",
+    "dflash": "whose drafts do not depend on earlier drafts",
 }
 
 
 def speculative_config_drafts(vllm_config: VllmConfig) -> Drafts | None:
-    """What the beams of an engine that has started draft by, if they can speculate."""
+    """What drafts for the beams of an engine that has started; None if it does not speculate."""
     config = vllm_config.speculative_config
     if config is None:
         return None
@@ -32,19 +32,19 @@ def speculative_config_drafts(vllm_config: VllmConfig) -> Drafts | None:
 
 
 def speculative_config_without_amateur(vllm_config: VllmConfig) -> str | None:
-    """What an engine has instead of a draft model that gives every token a probability; None if it has one."""
+    """What an engine has instead of a draft model with the full vocabulary, as a clause; None if it has one."""
     config = vllm_config.speculative_config
     if config is None:
         return "has none"
     if not config.uses_draft_model():
         return f"drafts by method={config.method!r}"
     if DRAFT_VOCABULARY in config.draft_model_config.architectures:
-        return f"has {config.model!r}, which proposes a part of the tokens alone"
+        return f"has {config.model!r}, which proposes only a part of the tokens"
     return None
 
 
 def speculative_config_drafter(vllm_config: VllmConfig) -> str:
-    """The draft model of an engine, or how else it drafts, for its log."""
+    """The draft model of an engine, or its other method of drafting, for the log."""
     config = vllm_config.speculative_config
     return "off" if config is None else str(config.model)
 
@@ -55,20 +55,20 @@ def config_has_memory_mode(vllm_config: VllmConfig) -> bool:
 
 
 def speculative_config_layers(vllm_config: VllmConfig) -> int:
-    """Layers that a forest has at most, 0 in engines without drafts."""
+    """The most layers of a draft forest; 0 in engines without drafts."""
     config = vllm_config.speculative_config
     return 0 if config is None else int(config.num_speculative_tokens)
 
 
 def most_speculative_config_drafts(beam: BeamParams, num_layers: int) -> int:
-    """Drafts that one forward of a search can verify, whose options are resolved, in an engine with so many layers."""
+    """The most drafts that one forward pass verifies for a search with these resolved options and so many layers."""
     per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM
     draft_width = beam.draft_width or per_beam * beam.beam_width
     return min(num_layers * draft_width, MOST_DRAFTS) if options_speculate(beam) else 0
 
 
 def load_speculation_class(name: str) -> Any:
-    """A class of `vllm_trie.speculation`, by "module:class": the core names it, engines with drafts alone load it."""
+    """Import a class of `vllm_trie.speculation` by "module:class"; only engines with drafts call it."""
     return resolve_name(f"vllm_trie.speculation.{name}")
 
 
@@ -78,7 +78,7 @@ def has_states_by_config(model: ModelConfig) -> bool:
 
 
 def unsupported_speculative_config(vllm_config: VllmConfig) -> dict[str, bool]:
-    """What about this engine's speculation makes beams impossible."""
+    """Which settings of speculative decoding make beams impossible, and whether this engine has them."""
     config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     without_triton = vllm_needs_cpu_kernels()
     if config is None:
@@ -107,7 +107,7 @@ def unsupported_speculative_config(vllm_config: VllmConfig) -> dict[str, bool]:
         and config.rejection_sample_method != "standard",
         "draft_sample_method on a CPU without Triton": without_triton and config.draft_sample_method != "greedy",
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
-        # Drafts take their blocks after connectors have heard which blocks a step writes.
+        # Drafts take their blocks after connectors were told which blocks a step writes.
         **{
             f"kv_transfer_config with {name} together with speculative_config": True
             for name in connectors_reading_freed_blocks(vllm_config)

@@ -1,4 +1,4 @@
-"""Which engines have beam groups, and why others cannot."""
+"""Which engines have beam groups, and why others cannot; the plugin and the front end ask this module."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.scheduler.AsyncBeamScheduler"
 
-_parsed: dict[int, tuple[object, EngineOptions]] = {}  # by the id of an `additional_config`, which is kept with it
+_parsed: dict[int, tuple[object, EngineOptions]] = {}  # by the id of an `additional_config`, kept alive with it
 
 
 def is_plugin_selected(engine: EngineArgs | VllmConfig) -> bool:
-    """Whether this engine shall have beam groups."""
+    """Whether the user selected the plugin for this engine."""
     import vllm.envs as envs
 
     return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (engine.additional_config or {})
 
 
 def plugin_config_of(vllm_config: VllmConfig) -> EngineOptions:
-    """The options of an engine, which are parsed once."""
+    """The plugin's options for an engine, parsed once."""
     options = vllm_config.additional_config
     if id(options) not in _parsed:
         _parsed[id(options)] = options, EngineOptions.from_additional_config(options)
@@ -54,14 +54,14 @@ def most_plugin_beams(vllm_config: VllmConfig) -> int:
 
 
 def why_without_beams(vllm_config: VllmConfig) -> str:
-    """Why this engine has no beam groups, to follow the name of what was asked of it."""
+    """Why this engine has no beam groups, as a phrase that follows the name of the requested feature."""
     if is_plugin_selected(vllm_config):
-        return f"with {why_model_without_beams(vllm_config)}, for which {PLUGIN_NAME} has no beams"
+        return f"with {why_model_without_beams(vllm_config)}, which {PLUGIN_NAME} does not support"
     return f'on an engine without beam search; start it with additional_config={{"{PLUGIN_NAME}": {{}}}}'
 
 
 def engine_has_logits_processors(vllm_config: VllmConfig) -> bool:
-    """Whether this engine's user brought logits processors of their own, as an argument or installed."""
+    """Whether this engine has custom logits processors, by argument or by entry point."""
     return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
 
 
@@ -71,8 +71,8 @@ def _has_installed_processors() -> bool:
 
 
 def model_padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
-    """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
-    of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
+    """The padding token of a model, found as transformers' `generate` finds it; None if it has none."""
+    of_model = getattr(model_config.hf_config, "pad_token_id", None)  # missing in some kinds of models
     token = generation_config.get("pad_token_id", of_model)
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
@@ -80,12 +80,12 @@ def model_padding_token(model_config: ModelConfig, generation_config: Mapping[st
 def model_suppressed_tokens(
     model_config: ModelConfig, generation_config: Mapping[str, Any]
 ) -> tuple[list[int], list[int]] | None:
-    """The tokens that transformers' `generate` suppresses by a generation configuration; None if there are none.
+    """The tokens that a generation configuration suppresses in transformers' `generate`; None if there are none.
 
-    Only of encoder-decoder models: others that vLLM has (Gemma 4) suppress theirs themselves.
+    Only for encoder-decoder models: vLLM's decoder-only models with such tokens (Gemma 4) suppress them themselves.
 
     Returns:
-        Those that it suppresses anywhere, and those that it suppresses as first ones.
+        The tokens suppressed everywhere, and those suppressed as the first token.
     """
     if not model_config.is_encoder_decoder:
         return None
@@ -95,7 +95,7 @@ def model_suppressed_tokens(
 
 
 def why_model_without_beams(vllm_config: VllmConfig) -> str | None:
-    """What about this engine's model makes beam groups impossible, if anything."""
+    """Why beam groups are impossible with this engine's model; None if they are possible."""
     runner = vllm_config.model_config.runner_type
     return None if runner == "generate" else f"runner={runner!r}"
 
@@ -104,7 +104,7 @@ def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
     """Refuse to start an engine in which beams would be wrong.
 
     Raises:
-        ValueError: naming the feature and what would work.
+        ValueError: names the feature and what would work.
     """
     model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
@@ -137,10 +137,10 @@ def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
 
 
 def _model_prunes_videos(model: ModelConfig) -> bool:
-    """Whether vLLM drops tokens of a video once it is encoded, and computes its prompt's positions again."""
+    """Whether vLLM drops tokens of encoded videos and recomputes the positions of the prompt."""
     return model.multimodal_config is not None and model.multimodal_config.is_multimodal_pruning_enabled()
 
 
 def is_plugin_launched_apart(parallel: ParallelConfig) -> bool:
-    """Whether each rank has a scheduler of its own: these would draw different seeds."""
+    """Whether each rank has its own scheduler; their random seeds would differ."""
     return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1

@@ -130,12 +130,12 @@ def test_sequences_may_be_arrays() -> None:
         ([[1], []], "sequence 1 has no tokens"),
         ([[1], [2, -1]], "sequence 1 has token -1; tokens are 0 to 2147483646"),
         ([[1], [2], [3, 2**31 - 1]], "sequence 2 has token 2147483647; "),
-        ([[1], [2, 2.0]], "sequence 1 is no list of token ids but [2, 2.0]"),
-        ([[1], [2**70]], "sequence 1 is no list of token ids but [1180591"),
-        ([[1], [-(2**70)]], "sequence 1 is no list of token ids but [-1180591"),
-        ([[1], iter([2])], "sequence 1 is no list of token ids but <list_iterator"),
-        ([[1], "ab"], "sequence 1 is no list of token ids but ab"),
-        ([[1], 5], "sequence 1 is no list of token ids but 5"),
+        ([[1], [2, 2.0]], "sequence 1 is not a list of token ids but [2, 2.0]"),
+        ([[1], [2**70]], "sequence 1 is not a list of token ids but [1180591"),
+        ([[1], [-(2**70)]], "sequence 1 is not a list of token ids but [-1180591"),
+        ([[1], iter([2])], "sequence 1 is not a list of token ids but <list_iterator"),
+        ([[1], "ab"], "sequence 1 is not a list of token ids but ab"),
+        ([[1], 5], "sequence 1 is not a list of token ids but 5"),
     ],
 )
 def test_a_bad_sequence_is_named(sequences: list, message: str) -> None:
@@ -151,7 +151,7 @@ def test_a_token_beyond_the_vocabulary_is_named() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1], "1 ids do not fit 2 sequences; pass one for each"),
+        ([1], "1 ids do not match 2 sequences; pass one for each"),
         ([1, -1], "sequence 1 has id -1; ids are integers from 0 to 2**63 - 1"),
         ([1, 2**63], "sequence 1 has id 9223372036854775808; "),
         ([1, 2.0], "sequence 1 has id 2.0; "),
@@ -180,7 +180,7 @@ def test_a_flipped_bit_is_refused(where: str) -> None:
 def test_what_is_cut_short_or_goes_on_is_refused(data: st.DataObject) -> None:
     good = Catalog.from_sequences([[1, 2], [3]]).to_bytes()
     length = data.draw(st.integers(0, len(good) + 100).filter(lambda length: length != len(good)))
-    with pytest.raises(ValueError, match=r"^items is (cut short or damaged|no catalog)\b.*; .* build$"):
+    with pytest.raises(ValueError, match=r"^items is (cut short or damaged|not a catalog)\b.*; .* build$"):
         Catalog.from_bytes((good + bytes(100))[:length], "items")
 
 
@@ -188,10 +188,10 @@ def test_what_is_no_catalog_is_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign").write_bytes(b"\x93NUMPY" + bytes(1000))
     (tmp_path / "empty").touch()
     for name in ("foreign", "empty"):
-        with pytest.raises(ValueError, match=rf"{name} is no catalog; make one by python -m vllm_trie.catalog build"):
+        with pytest.raises(ValueError, match=rf"{name} is not a catalog; build one with python -m"):
             Catalog.open(tmp_path / name)
     for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ValueError, match=rf"catalog {path} cannot be read: .*; pass what build has written"):
+        with pytest.raises(ValueError, match=rf"catalog {path} cannot be read: .*; pass a file written by build"):
             Catalog.open(path)
 
 
@@ -211,7 +211,7 @@ def test_a_header_that_does_not_fit_is_refused_whatever_the_checksum_says(change
     )
     data = pack_catalog(header, CatalogArrays(good.item_ids, good.first_child, good.tokens, good.is_item))
     message = message.replace("192", str(len(data)))
-    with pytest.raises(ValueError, match=f"^items is no catalog: {message}; build it again by python -m"):
+    with pytest.raises(ValueError, match=f"^items is not a catalog: {message}; build it again with python -m"):
         Catalog.from_bytes(data, "items")
 
 
@@ -227,14 +227,14 @@ def test_a_catalog_fits_the_vocabulary_it_was_built_for() -> None:
     catalog.check_fits(10, None)
     catalog.check_fits(32, "abc")
     for vocab_size, tokenizer, reason in [
-        (9, "abc", "token 9 is in it, and the model has 9 tokens"),
-        (20, "def", "its tokenizer's is abc, and the model's def"),
+        (9, "abc", "it has token 9, and the model has 9 tokens"),
+        (20, "def", "its tokenizer has digest abc, and the model's def"),
     ]:
         with pytest.raises(ValueError, match=f"catalog .* was built for another vocabulary: {reason}; build it again"):
             catalog.check_fits(vocab_size, tokenizer)
     unknown = Catalog.from_sequences([[1, 9]], vocab_size=20)
     unknown.check_fits(20, "def")
-    with pytest.raises(ValueError, match="another vocabulary: of 20 tokens, and the model has 10"):
+    with pytest.raises(ValueError, match="another vocabulary: it has 20 tokens, and the model has 10"):
         unknown.check_fits(10, "def")
 
 

@@ -51,7 +51,7 @@ def test_the_documents_commands_work_in_their_order(tmp_path: Path) -> None:
     assert re.search(r"^items +4, of 4 to 18 tokens$", run(tmp_path, inspect), re.MULTILINE)
     listed = [json.loads(line) for line in run(tmp_path, list_items).splitlines()]
     assert [item["id"] for item in listed] == [2, 70012, 3]
-    assert run(tmp_path, check) == "items.catalog is as it was built: 4 items\n"
+    assert run(tmp_path, check) == "items.catalog is valid: 4 items\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmarks", "items.catalog", "items.jsonl"]
 
 
@@ -101,11 +101,11 @@ def test_mistakes_end_with_one_sentence(
     for arguments, message, status in [
         ((), "the following arguments are required: COMMAND", 2),
         (("build", "items.jsonl"), "the following arguments are required: OUTPUT", 2),
-        (("build", "items.jsonl", "out", "--vocab-size", "0"), "argument --vocab-size: '0' is no number above 0", 2),
+        (("build", "items.jsonl", "out", "--vocab-size", "0"), "argument --vocab-size: '0' is not a number above 0", 2),
         (("build", "items.jsonl", "out", "--vocab-size", "3"), "line 2 has token 3; tokens are 0 to 2", 1),
         (("build", "items.jsonl", "no/out"), "no/out cannot be written: there is no folder no", 1),
         (("build", "none.jsonl", "out"), "No such file or directory: 'none.jsonl'", 1),
-        (("inspect", "items.jsonl"), f"items.jsonl is no catalog; make one by {PROGRAM} build", 1),
+        (("inspect", "items.jsonl"), f"items.jsonl is not a catalog; build one with {PROGRAM} build", 1),
         (("check", "none"), "catalog none cannot be read: No such file or directory", 1),
     ]:
         said, found = refusal(monkeypatch, capsys, *arguments)
@@ -120,9 +120,9 @@ def test_check_fails_for_another_vocabulary_and_for_what_is_no_trie(
     path = tmp_path / "items.catalog"
     Catalog.from_sequences([[1, 5000]], tokenizer="0123456789abcdef").save(path)
     for options, reason in (
-        (("--vocab-size", 5000), "token 5000 is in it, and the model has 5000 tokens"),
-        (("--tokenizer", TRAINED_TARGET), "token 5000 is in it, and the model has 2048 tokens"),
-        (("--tokenizer", TRAINED_TARGET, "--vocab-size", 6000), "its tokenizer's is 0123456789abcdef, and the model's"),
+        (("--vocab-size", 5000), "it has token 5000, and the model has 5000 tokens"),
+        (("--tokenizer", TRAINED_TARGET), "it has token 5000, and the model has 2048 tokens"),
+        (("--tokenizer", TRAINED_TARGET, "--vocab-size", 6000), "its tokenizer has digest 0123456789abcdef, and"),
     ):
         said, status = refusal(monkeypatch, capsys, "check", path, *options)
         assert f"catalog {path} was built for another vocabulary: {reason}" in said

@@ -92,12 +92,12 @@ def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chu
         ('{"tokens": []}', ", line 3 has no tokens"),
         ("[1, -1]", ", line 3 has token -1; tokens are 0 to 99"),
         ("[1, 100]", ", line 3 has token 100; tokens are 0 to 99"),
-        ("[99999999999999999999]", ", line 3 is no list of token ids but [99999999999999999999]"),
+        ("[99999999999999999999]", ", line 3 is not a list of token ids but [99999999999999999999]"),
         ('{"tokens": [1], "id": -1}', ", line 3 has id -1; ids are integers from 0 to 2**63 - 1"),
         ("{}", ', line 3 needs either "tokens" or "text"'),
         ('{"tokens": [1], "text": "a"}', ', line 3 needs either "tokens" or "text"'),
-        ('"a"', ", line 3 is a text; say by --tokenizer what makes tokens of it"),
-        ('{"text": "a"}', ", line 3 is a text; say by --tokenizer"),
+        ('"a"', ", line 3 is a text; pass --tokenizer to tokenize it"),
+        ('{"text": "a"}', ", line 3 is a text; pass --tokenizer"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: str | bytes, message: str) -> None:

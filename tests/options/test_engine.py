@@ -47,7 +47,7 @@ def test_options_are_read() -> None:
         ),
         (
             {"do_sample": False, "speculation": "sample"},
-            'trie_beam.do_sample=False is not supported together with trie_beam.speculation="sample", which draws '
+            'trie_beam.do_sample=False is not supported together with trie_beam.speculation="sample", which samples '
             'beams; use speculation="exact"',
         ),
         ({"draft_widht": 8}, "unknown option trie_beam.draft_widht; did you mean draft_width?"),

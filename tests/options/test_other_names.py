@@ -14,15 +14,15 @@ FOREIGN = [
     *(("num_beams", "did you mean beam_width?"), ("numBeams", "did you mean beam_width?")),
     *(("beam-width", "did you mean beam_width?"), ("beamWidth", "did you mean beam_width?")),
     *(("beam_size", "did you mean beam_width?"), ("num_return_sequences", "did you mean n?")),
-    *(("top_beams", "did you mean n?"), ("best_of", "the width is how many beams are searched, n how many")),
+    *(("top_beams", "did you mean n?"), ("best_of", "beam_width is the number of beams, n the number of")),
     *(("diverse_beam_groups", "did you mean num_beam_groups?"), ("diversity_rate", "num_beam_groups with a diversity")),
     *(("diverse_beam_strength", "did you mean diversity_penalty?"), ("stochastic_beams", "did you mean stochastic?")),
     *(("beam_search_diversity_rate", "num_beam"), ("beam_width_array", "did you mean beam_widths?")),
     *(("block_ngram_repeat", "did you mean no_repeat_ngram_size?"), ("use_beam_search", "beam_width alone asks for")),
     ("encoder_no_repeat_ngram_size", "no_repeat_ngram_size, which looks through the prompt and the answer, comes"),
     *(("early_stop", "did you mean early_stopping?"), ("do_early_stopping", "did you mean early_stopping?")),
-    *(("renormalize_logits", "what filters leave out"), ("force_words_ids", "nothing can be made to occur")),
-    *(("constraints", "nothing can be made to occur"), ("exponential_decay_length_penalty", "length_penalty is the")),
+    *(("renormalize_logits", "filters never renormalize"), ("force_words_ids", "no phrase can be forced to occur")),
+    *(("constraints", "no phrase can be forced"), ("exponential_decay_length_penalty", "length_penalty is the")),
     *(("patience", "early_stopping decides when"), ("max_new_tokens", "did you mean max_tokens?")),
 ]
 
@@ -39,7 +39,7 @@ def test_a_name_of_another_system_is_refused_wherever_it_stands(name: str, cure:
 
 
 def test_an_option_of_requests_is_none_of_engines() -> None:
-    with refusal("unknown option trie_beam.length_penalty; length_penalty is for requests: each has its own"):
+    with refusal("unknown option trie_beam.length_penalty; length_penalty is an option of requests, not of the engine"):
         EngineOptions(length_penalty=1.0)
 
 
@@ -57,7 +57,7 @@ def test_a_helper_called_by_another_name_says_ours() -> None:
 
 
 def test_a_helper_takes_each_option_once() -> None:
-    with refusal("beam_width is in extra_args; pass it as an argument of its own"):
+    with refusal("beam_width is in extra_args; pass it as a separate argument"):
         beam_params(4, extra_args={"beam_width": 3})
     for n in ("2", None, 2.0, True):
         with refusal(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width"):

@@ -113,17 +113,17 @@ def test_a_trace_is_refused_by_what_the_engine_can_draft() -> None:
     check(limits, beam_width=4, max_tokens=3855, trace=True, speculation="auto")
     check(limits, beam_width=4, max_tokens=7281, trace=True, speculation="exact")
     instead = 'lower one of them, or pass speculation="off"$'
-    with pytest.raises(ValueError, match=f"4 beams and 64 drafts a step, and the most are 262,144; {instead}"):
+    with pytest.raises(ValueError, match=f"4 beams and 64 drafts per step, and at most 262,144 are allowed; {instead}"):
         check(limits, beam_width=4, max_tokens=3856, trace=True, speculation="auto")
-    with pytest.raises(ValueError, match="64 beams and 512 drafts a step"):
+    with pytest.raises(ValueError, match="64 beams and 512 drafts per step"):
         check(limits, beam_width=64, max_tokens=512, trace=True, speculation="exact", draft_width=200)
-    with pytest.raises(ValueError, match=r"4 beams and 0 drafts a step, .*; lower one of them$"):
+    with pytest.raises(ValueError, match=r"4 beams and 0 drafts per step, .*; lower one of them$"):
         check(limits, beam_width=4, max_tokens=65537, trace=True, speculation="off")
 
 
 def test_width_above_the_engines_own_limit_is_refused() -> None:
     limits = replace(LIMITS, max_beam_width=16)
-    with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, which this engine was started with"):
+    with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, the limit of this engine; lower it"):
         check(limits, beam_width=17)
     check(limits, beam_width=16)
 
@@ -141,7 +141,7 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
         check(small, prompt_len=200, beam_width=8)
     check(small, prompt_len=200, beam_width=6)
     with pytest.raises(
-        ValueError, match="with a prompt of 4 tokens and 150 of the encoder's needs at least 13 KV blocks"
+        ValueError, match="with a prompt of 4 tokens and 150 encoder outputs needs at least 13 KV blocks"
     ):
         check(small, prompt_len=4, num_encoded=150, beam_width=8)
     check(small, prompt_len=4, num_encoded=128, beam_width=8)
@@ -278,7 +278,7 @@ def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
 
 
 def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
-    with pytest.raises(ValueError, match="seed=1 has nothing to decide in a beam search"):
+    with pytest.raises(ValueError, match="seed=1 has no effect in a search that does not sample"):
         beam_params(2, seed=1, do_sample=False)
     assert beam_params(2, seed=1, sample_first=2).seed == 1
 

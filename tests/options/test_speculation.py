@@ -83,7 +83,7 @@ def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str, meant: s
     [("speculation", "off"), ("do_sample", 1), ("memory_mode", 1), ("draft_width", 8), ("min_width", 2)],
 )
 def test_an_option_without_a_width_is_refused(name: str, value: Any) -> None:
-    with refusal(f"{name} given without beam_width; add beam_width"):
+    with refusal(f"{name} given without beam_width; add it"):
         parse_options({name: value})
 
 
@@ -120,10 +120,10 @@ DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
         (DRAWN | EXACT, 'do_sample=True is not supported together with speculation="exact", which takes the best; use'),
         (
             NOT_DRAWN | SAMPLE,
-            'do_sample=False is not supported together with speculation="sample", which draws beams; ',
+            'do_sample=False is not supported together with speculation="sample", which samples beams; ',
         ),
-        (NOT_DRAWN | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
-        (EXACT | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
+        (NOT_DRAWN | {"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
+        (EXACT | {"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
         *(
             (
                 how | {"semantics": semantics},
@@ -132,7 +132,7 @@ DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
             for (drawn_by, how), semantics in product(DRAW.items(), ("vllm", "tridecode"))
         ),
         *(
-            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}, which draws")
+            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}, which samples")
             for drawn_by, how in DRAW.items()
             for name, value in {
                 "prune_relative": 0.5,
@@ -143,11 +143,11 @@ DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
             }.items()
         ),
         *(
-            ({"speculation": "off", name: value}, f"{name}={value!r} has no drafts to act on: this search does not")
+            ({"speculation": "off", name: value}, f"{name}={value!r} has no effect, as this search does not")
             for name, value in {"draft_width": 8, "min_width": 2, "threshold": 0.7, "memory_mode": True}.items()
         ),
         *(
-            (how | {name: value}, f'{name}={value!r} means nothing where beams are not drawn; set speculation="sample"')
+            (how | {name: value}, f'{name}={value!r} has no effect unless beams are sampled; set speculation="sample"')
             for how in (EXACT, NOT_DRAWN)
             for name, value in {"min_width": 2, "threshold": 0.7, "memory_mode": True}.items()
         ),
@@ -182,13 +182,13 @@ def test_what_can_go_together_passes(options: dict) -> None:
 def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
     for drawn_by, options in DRAW.items():
         assert beam_params(4, seed=1, **options).seed == 1
-        with refusal(
-            f"temperature=0.0 is not supported together with {drawn_by}, which would have nothing to draw; raise"
-        ):
+        with refusal(f"temperature=0.0 is not supported together with {drawn_by}, which samples; raise"):
             beam_params(4, temperature=0.0, **options)
     assert beam_params(4, seed=1).seed == 1  # the engine may draw by default
     for options in (EXACT, NOT_DRAWN):
-        with refusal("seed=1 has nothing to decide in a beam search; leave it out, or set do_sample or sample_first"):
+        with refusal(
+            "seed=1 has no effect in a search that does not sample; leave it out, or set do_sample or sample_first"
+        ):
             beam_params(4, seed=1, **options)
         assert beam_params(4, temperature=0.0, **options).temperature == 0.0
 
@@ -202,15 +202,21 @@ STEPS = {"unit": "step", "step_stop": ["\n"], "scorer": len}
     [
         ({"accept": "topk"}, "accept='topk' is unknown; known: 'exact', 'top_k'"),
         (BY_RANK | {"accept_top_k": 0}, "accept_top_k=0 is not a number of continuations; pass an integer >= 1"),
-        (STEPS | BY_RANK, "accept='top_k' is not supported together with unit=\"step\", which draws steps; leave it"),
-        (SAMPLE | {"accept_top_k": 2}, 'accept_top_k=2 ranks nothing; add accept="top_k", or leave it out'),
+        (STEPS | BY_RANK, "accept='top_k' is not supported together with unit=\"step\", which samples steps; leave it"),
+        (
+            SAMPLE | {"accept_top_k": 2},
+            'accept_top_k=2 has no effect without accept="top_k"; add that, or leave it out',
+        ),
         *(
             (how | BY_RANK, f'accept="top_k" {why}')
             for how, why in [
-                (EXACT, 'means nothing where beams are not drawn; set speculation="sample"'),
-                (NOT_DRAWN, 'means nothing where beams are not drawn; set speculation="sample"'),
-                ({"speculation": "off"}, "has no drafts to act on: this search does not speculate; leave it out"),
-                (DRAWN | {"stochastic": True}, "is not supported together with stochastic=True, whose steps are plain"),
+                (EXACT, 'has no effect unless beams are sampled; set speculation="sample"'),
+                (NOT_DRAWN, 'has no effect unless beams are sampled; set speculation="sample"'),
+                ({"speculation": "off"}, "has no effect, as this search does not speculate; leave it out"),
+                (
+                    DRAWN | {"stochastic": True},
+                    "is not supported together with stochastic=True, whose steps take no drafts",
+                ),
                 (SAMPLE | {"threshold": 0.7}, "is not supported together with threshold=0.7, which decides widths by"),
             ]
         ),
@@ -225,7 +231,7 @@ def test_drafts_are_accepted_by_rank_where_beams_are_drawn_by_drafts_alone(optio
 
 def test_drafts_are_accepted_by_rank_if_the_request_says_so_alone() -> None:
     assert (resolved(SAMPLE).accept, resolved(SAMPLE | BY_RANK).accept) == ("exact", "top_k")
-    with refusal("unknown option trie_beam.accept; accept is for requests: each has its own"):
+    with refusal("unknown option trie_beam.accept; accept is an option of requests, not of the engine"):
         EngineOptions(**BY_RANK)
     beam = resolved(DRAWN | BY_RANK | {"accept_top_k": 3}, threshold=0.7, min_width=2, draft_width=6)
     assert (beam.accept_top_k, beam.draft_width) == (3, 6)
@@ -256,7 +262,7 @@ def test_a_search_that_forests_do_not_follow_takes_plain_steps(options: dict[str
             request = BeamParams(beam_width=4, **asked, **options)
             beam = resolve_options(request, EngineOptions(**says), "model", fields)
             assert (beam.do_sample, beam.speculation, beam.draft_width, beam.threshold) == (draws, "off", None, None)
-    with refusal("draft_width=8 has no drafts to act on"):
+    with refusal("draft_width=8 has no effect, as this search does not"):
         resolve_options(BeamParams(beam_width=4, draft_width=8, **options), EngineOptions(), None, fields)
 
 
@@ -333,7 +339,9 @@ def test_a_greedy_request_is_not_drawn_because_the_engine_draws() -> None:
 
 def test_a_refusal_by_the_engines_semantics_names_what_the_request_says() -> None:
     for drawn_by, how in DRAW.items():
-        with refusal(f'{drawn_by} is not supported together with semantics="tridecode", which draws no beams; leave'):
+        with refusal(
+            f'{drawn_by} is not supported together with semantics="tridecode", which does not sample beams; leave'
+        ):
             resolved(how, "model", semantics="tridecode")
 
 
@@ -357,18 +365,18 @@ def test_the_engine_and_the_request_may_say_half_of_it_each() -> None:
 @pytest.mark.parametrize(
     ("options", "drafts", "message"),
     [
-        ({"replacement": True}, "model", "replacement=True has nothing to draw; set do_sample=True"),
+        ({"replacement": True}, "model", "replacement=True acts only on sampling; set do_sample=True"),
         (SAMPLE | {"min_width": 2}, "model", "min_width=2 needs a threshold, such as 0.7, to decide the width by"),
-        (DRAWN | {"min_width": 2}, None, "min_width=2 has no drafts to act on: this search does not speculate"),
-        (DRAWN | {"memory_mode": True}, None, "memory_mode=True has no drafts to act on: this search does not"),
-        (DRAWN | {"draft_width": 8}, "ngrams", "draft_width=8 has no drafts to act on: this search does not speculate"),
-        ({"draft_width": 8}, None, "draft_width=8 has no drafts to act on: this search does not speculate; leave it"),
+        (DRAWN | {"min_width": 2}, None, "min_width=2 has no effect, as this search does not speculate"),
+        (DRAWN | {"memory_mode": True}, None, "memory_mode=True has no effect, as this search does not"),
+        (DRAWN | {"draft_width": 8}, "ngrams", "draft_width=8 has no effect, as this search does not speculate"),
+        ({"draft_width": 8}, None, "draft_width=8 has no effect, as this search does not speculate; leave it"),
         (
             {"threshold": 0.7},
             "model",
-            'threshold=0.7 means nothing where beams are not drawn; set speculation="sample"',
+            'threshold=0.7 has no effect unless beams are sampled; set speculation="sample"',
         ),
-        ({"memory_mode": True}, "model", "memory_mode=True means nothing where beams are not drawn; set"),
+        ({"memory_mode": True}, "model", "memory_mode=True has no effect unless beams are sampled; set"),
     ],
 )
 def test_what_half_a_request_lacks_is_said_once_the_engine_has_been_asked(

@@ -26,11 +26,11 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ({"allot": "rebase", "prefer_shared": -1}, "prefer_shared=-1 is not a price of KV; pass a number >= 0"),
         ({"allot": "dvts", "prefer_shared": 0.1}, 'prefer_shared=0.1 acts on shares by score; add allot="rebase", or'),
         ({"order": "depth"}, "order='depth' is unknown; known: 'breadth', 'best', 'mcts'"),
-        ({"order": "best"}, 'order="best" may go back for ever, as there is always an open candidate; set max_steps'),
-        ({"order": "mcts"}, 'order="mcts" may go back for ever, as there is always an open candidate; set max_steps'),
+        ({"order": "best"}, 'order="best" may go on forever, since there is always an open candidate; set max_steps'),
+        ({"order": "mcts"}, 'order="mcts" may go on forever, since there is always an open candidate; set max_steps'),
         ({"order": "mcts", "max_steps": 3, "exploration": -1}, "exploration=-1 is not a factor; pass a number >= 0"),
-        ({"order": "best", "max_steps": 3, "exploration": 2}, "exploration=2 has no tree search to act on; add order="),
-        ({"pool": 4}, 'pool=4 holds what nothing returns to; add order="best" or order="mcts", or leave it out'),
+        ({"order": "best", "max_steps": 3, "exploration": 2}, "exploration=2 has no effect without order="),
+        ({"pool": 4}, 'pool=4 has no effect without order="best" or order="mcts"; add one, or leave it out'),
         ({"order": "best", "max_steps": 3, "pool": -1}, "pool=-1 is not a number of candidates; pass an integer >= 0"),
         ({"lookahead": -1}, "lookahead=-1 is not a number of tokens; pass an integer >= 0"),
         (
@@ -39,14 +39,14 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ),
         (
             {"order": "mcts", "max_steps": 3, "allot": "rebase"},
-            'allot="rebase" is not supported together with order="mcts", whose own rule says which candidates get how',
+            'allot="rebase" is not supported together with order="mcts", whose own rule decides how many steps each',
         ),
         ({"allot_temperature": 0.5}, 'allot_temperature=0.5 acts on shares by score; add allot="rebase", or leave it'),
         ({"scorer": None}, 'unit="step" needs scorer; pass one'),
         ({"step_stop": None}, 'unit="step" needs step_stop; pass one'),
         ({"early_stopping": "never"}, 'early_stopping="never" is not supported together with unit="step"'),
         *(
-            ({name: value}, f'{name}.* is not supported together with unit="step", which draws steps; leave it out')
+            ({name: value}, f'{name}.* is not supported together with unit="step", which samples steps; leave it out')
             for name, value in {
                 **{"beam_widths": [2, 4], "length_penalty": 0.0, "semantics": "hf", "prune_relative": 0.5},
                 **{"prune_absolute": 0, "prune_relative_local": 0.5, "max_candidates_per_parent": 2},

@@ -122,8 +122,8 @@ def test_pruning_spares_pairs_and_keeps_a_clear_winner_and_as_many_as_are_asked_
     [
         ([1.0], "1 numbers for 4 pairs; return one for each"),
         ([1.0, 2.0, float("nan"), 1.0], "returned nan for pair 2 of 4; return finite numbers"),
-        ([1.0, "many", 1.0, 1.0], "what are no numbers"),
-        (5, "what are no numbers"),
+        ([1.0, "many", 1.0, 1.0], "what is not a number"),
+        (5, "what is not a number"),
     ],
 )
 def test_what_is_no_number_for_each_pair_is_refused(returned: Any, message: str) -> None:

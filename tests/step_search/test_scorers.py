@@ -128,7 +128,7 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
 
 def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Callable[..., Any]) -> None:
     url, _ = endpoint("/prm", {"error": "secret"}, 500)
-    more = "; the log of the engine's front end says more"
+    more = "; the log of the engine's front end has details"
     for where, why in ((url, "answered 500"), ("http://me:secret@127.0.0.1:9/prm", "cannot be reached")):
         with pytest.raises(ScorerError) as failed:
             HttpStepScorer(where, "prm")(CANDIDATES)
@@ -139,7 +139,7 @@ def test_a_client_can_name_the_engines_scorers_alone() -> None:
     known = EngineOptions(scorers={"prm": "http://host/prm"}).scorers
     assert step_scorer_of("prm", known, is_offline=False) == HttpStepScorer("http://host/prm", "prm")
     assert step_scorer_of("http://other/prm", known, is_offline=True) == HttpStepScorer("http://other/prm")
-    with pytest.raises(ValueError, match="scorer='http://other/prm' is no scorer of this engine, which knows: prm"):
+    with pytest.raises(ValueError, match="scorer='http://other/prm' is not a scorer of this engine, which has: prm"):
         step_scorer_of("http://other/prm", known, is_offline=False)
 
 

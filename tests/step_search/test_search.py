@@ -365,9 +365,9 @@ def test_the_last_step_goes_on_to_the_end() -> None:
         ([1.0, math.nan], "returned nan for candidate 1 of 2; return finite numbers"),
         ([math.inf, 1.0], "returned inf for candidate 0 of 2; return finite numbers"),
         ([1.0, -math.inf], "returned -inf for candidate 1 of 2; return finite numbers"),
-        ([1.0, None], "returned what are no numbers"),
-        (None, "returned what are no numbers"),
-        (["high", 1], "returned what are no numbers"),
+        ([1.0, None], "returned what is not a number"),
+        (None, "returned what is not a number"),
+        (["high", 1], "returned what is not a number"),
     ],
 )
 def test_what_are_no_scores_is_refused(scores: Any, why: str) -> None:

@@ -1,1 +1,1 @@
-"""A batch job: prompts in a file, hypotheses in another, engines on Ray in between."""
+"""Batch jobs: search a file of prompts with engines on Ray, and write the hypotheses to another file."""

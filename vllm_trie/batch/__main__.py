@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Search all prompts that are not answered yet. Ends with status 1 if some could not be searched."""
+    """Search all prompts that the output does not answer yet. Exits with status 1 if some could not be searched."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     job = parse_job()
     try:
@@ -32,14 +32,14 @@ def main() -> None:
     except JobError as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the same command goes on from what is in {job.output}", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted; run the same command again to continue {job.output}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if num_failed:
         sys.exit(f'{PROGRAM}: {num_failed} prompts could not be searched; see "error" in {job.output}')
 
 
 def _search_job_prompts(job: Job, pending: Sequence[JobPrompt], num_answered: int, file: IO[str]) -> int:
-    """Write what comes of prompts. Returns how many could not be searched."""
+    """Search prompts, and write a line for each. Returns how many could not be searched."""
     from vllm_trie.batch.search import job_lines, job_on_ray  # Ray is an extra
 
     num_failed, total = 0, num_answered + len(pending)

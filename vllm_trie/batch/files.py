@@ -1,4 +1,4 @@
-"""The two files of a batch job: prompts to search, and what was found so far. Both have one JSON object per line."""
+"""The input and output files of a batch job: prompts, and hypotheses so far. Both have one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Id = int | str
 
 
 class JobError(Exception):
-    """What is wrong with a job, in a sentence for its user."""
+    """A job cannot start or go on; the message is one sentence for its user."""
 
 
 class JobPrompt(NamedTuple):
-    """One prompt; its id is that of its line, or else the line's number."""
+    """One prompt; its id is the line's "id", or else the line's number."""
 
     id: Id
     prompt: str
 
 
 def read_job_prompts(path: Path, field: str) -> list[JobPrompt]:
-    """All prompts of a file, which may be compressed by gzip if its name ends in ".gz".
+    """All prompts of a file, which is compressed by gzip if its name ends in ".gz".
 
     Raises:
-        JobError: naming the line, and what is wrong with it.
+        JobError: names the line and the fault.
     """
     prompts, line_of = [], dict[Id, int]()
     for number, row in _job_file_objects(path):
@@ -39,11 +39,11 @@ def read_job_prompts(path: Path, field: str) -> list[JobPrompt]:
             raise JobError(f"{where} has no {field!r}; it has: {', '.join(row) or 'nothing'}; choose one by --field")
         text, own_id = row[field], row.get("id", number)
         if not isinstance(text, str):
-            raise JobError(f"{where}: {field!r} is no text but {json.dumps(text)[:40]}")
+            raise JobError(f"{where}: {field!r} is not a text but {json.dumps(text)[:40]}")
         if not isinstance(own_id, int | str) or isinstance(own_id, bool):
             raise JobError(f'{where}: "id" is neither a number nor a text but {json.dumps(own_id)[:40]}')
         if half := lone_surrogate_in_request(f"{text}{own_id}"):
-            raise JobError(f"{where} has half a character, {half}; mend or remove it")
+            raise JobError(f"{where} has half of a surrogate pair, {half}; fix or remove it")
         if own_id in line_of:
             raise JobError(f"{where} has the same id as line {line_of[own_id]}, {own_id!r}; ids must differ")
         line_of[own_id] = number
@@ -57,15 +57,18 @@ def read_job_prompts(path: Path, field: str) -> list[JobPrompt]:
 def open_job_output(
     path: Path, prompts: list[JobPrompt], search: dict[str, Any]
 ) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
-    """The output, to append lines to, and which of the prompts have theirs already: whether they could be searched.
+    """Open and lock the output, to append lines to it.
 
-    A job may end at any time: what is a whole line counts, and what was half written is gone.
+    A job may be interrupted at any time: whole lines count, and a half-written last line is removed.
 
     Args:
-        search: What lines hold in "search".
+        search: The value of "search" in each line.
+
+    Yields:
+        The file, and for the id of each prompt that has a line already, whether it could be searched.
 
     Raises:
-        JobError: another job writes to the file, or it answers other prompts, or was searched otherwise.
+        JobError: another job writes to the file, or its lines are of other prompts or of another search.
     """
     try:
         raw = path.open("a+b")
@@ -98,7 +101,7 @@ def _answered_job_prompts(path: Path, texts: dict[Id, str], search: dict[str, An
 
 
 def _differing_job_search(searched: Any, search: dict[str, Any]) -> str:
-    """How an earlier job's search differs from this one's; nothing if it does not."""
+    """How the search of an earlier job differs from this one's; empty if it does not."""
     theirs = searched if isinstance(searched, dict) else {}
     names = [name for name in {**search, **theirs} if name not in search or theirs.get(name) != search[name]]
     return ", ".join(f"{name}={theirs.get(name)!r} instead of {search.get(name)!r}" for name in names)
@@ -108,7 +111,7 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
     """Line numbers and objects of a file.
 
     Args:
-        is_output: Whether a last line without its end was half written, and does not count.
+        is_output: Skip a last line without a line break, which was half written.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
@@ -118,9 +121,9 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise JobError(f"{path}, line {number} is no JSON: {error}") from None
+                    raise JobError(f"{path}, line {number} is not JSON: {error}") from None
                 if not isinstance(row, dict):
-                    raise JobError(f"{path}, line {number} is no JSON object but {line.strip()[:40].decode()!r}")
+                    raise JobError(f"{path}, line {number} is not a JSON object but {line.strip()[:40].decode()!r}")
                 yield number, row
     except (OSError, EOFError) as error:  # EOFError: the compressed file is cut short
         raise JobError(f"{path} cannot be read: {error}") from None

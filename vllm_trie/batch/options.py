@@ -1,4 +1,4 @@
-"""The command line of a batch job: its files, the search, and all of vLLM's own options of an engine."""
+"""The command line of a batch job: its files, the search, and all engine options of vLLM."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SEARCH = ("beam_width", "n", "max_tokens", "length_penalty", "early_stopping", "
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done."""
+    """A batch job, as parsed from the command line."""
 
     input: Path
     output: Path
     field: str
     num_engines: int
     batch_size: int
-    search: dict[str, Any]  # the model and the search's options, as they were given: what answers depend on
+    search: dict[str, Any]  # the model and the search's options as given: what answers depend on
     params: SamplingParams
     engine_args: EngineArgs
 
 
 class _JobParser(FlexibleArgumentParser):
-    """One sentence for a mistake: the usage of an engine has hundreds of lines."""
+    """Reports a mistake in one sentence, without the usage, which has hundreds of lines of engine options."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{PROGRAM}: {message}", file=sys.stderr)
@@ -50,8 +50,8 @@ class _JobParser(FlexibleArgumentParser):
 
 
 def parse_job(arguments: Sequence[str] | None = None) -> Job:
-    """Read the command line; what is wrong with it ends the process with a sentence and status 2."""
-    load_general_plugins()  # whose flag the parser must know
+    """Parse the command line. A mistake ends the process with one sentence and status 2."""
+    load_general_plugins()  # adds the --plugin flag to the parser
     parser = _job_parser()
     args = parser.parse_args(arguments)
     try:
@@ -74,18 +74,16 @@ def _job_parser() -> _JobParser:
         prog=PROGRAM,
         usage=f"{PROGRAM} --model MODEL --input FILE --output FILE --beam-width N [options]",
         description="Search a file of prompts with beams, on one or more engines that run on Ray. "
-        "A job that was interrupted goes on when the same command is run again.",
+        "Run the same command again to continue a job that was interrupted.",
     )
     job = parser.add_argument_group(title="batch job")
     job.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines, or these in .gz.")
     job.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines, one per prompt.")
-    job.add_argument("--field", default="prompt", help="What the prompt is called in the input.")
-    job.add_argument("--num-engines", type=int, default=1, help="Engines that work side by side.")
-    job.add_argument(
-        "--batch-size", type=int, default=128, help="Prompts that an engine is given, and answers, at a time."
-    )
+    job.add_argument("--field", default="prompt", help="The key of the prompt in each line of the input.")
+    job.add_argument("--num-engines", type=int, default=1, help="Engines that work in parallel.")
+    job.add_argument("--batch-size", type=int, default=128, help="Prompts that an engine takes and answers at a time.")
     search = parser.add_argument_group(title="beam search")
-    search.add_argument("--beam-width", type=int, required=True, help="Beams searched side by side.")
+    search.add_argument("--beam-width", type=int, required=True, help="Beams searched in parallel.")
     search.add_argument("--n", type=int, default=1, help="Hypotheses per prompt.")
     search.add_argument("--max-tokens", type=int, default=64, help="Tokens of the longest hypothesis.")
     search.add_argument("--length-penalty", type=float, default=1.0, help="Above 0 favours longer hypotheses.")
@@ -99,7 +97,7 @@ def _job_parser() -> _JobParser:
         type=_job_json_object,
         default={},
         metavar="JSON",
-        help='What else vllm_trie.beam_params takes, such as \'{"min_tokens": 8, "prune_relative": 0.01}\'.',
+        help='Further arguments of vllm_trie.beam_params, such as \'{"min_tokens": 8, "prune_relative": 0.01}\'.',
     )
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(model=None)
@@ -110,20 +108,18 @@ def _job_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; pass '{{\"option\": value}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; pass '{{\"option\": value}}'")
     return value
 
 
 def _job_search_options(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.search_options:
         if name in SEARCH:
-            raise ValueError(
-                f"--search-options says {name}, which has an option of its own: --{name.replace('_', '-')}"
-            )
+            raise ValueError(f"--search-options sets {name}, which has its own option: --{name.replace('_', '-')}")
         if name in ("compact", "trace", BEAM_RESULTS, "unit"):
-            raise ValueError(f"--search-options says {name}, which is not for a batch job; leave it out")
+            raise ValueError(f"--search-options sets {name}, which batch jobs do not support; leave it out")
     own = {name: getattr(args, name) for name in SEARCH}
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
 
@@ -131,18 +127,18 @@ def _job_search_options(args: argparse.Namespace) -> dict[str, Any]:
 def _job_search(search: dict[str, Any]) -> SamplingParams:
     try:
         return beam_params(**{**search, **_job_search_of_json(search), BEAM_RESULTS: True})
-    except (TypeError, VLLMValidationError) as error:  # of vLLM's own, for a wrong value
+    except (TypeError, VLLMValidationError) as error:  # a wrong value of one of vLLM's options
         name = getattr(error, "parameter", None)
         flag = f"--{name.replace('_', '-')}" if name in SEARCH else "--search-options"
         raise ValueError(f"{flag}: {error}") from None
 
 
 def _job_search_of_json(search: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that JSON cannot hold as they are."""
+    """Options whose values JSON cannot express, converted from what it can."""
     found: dict[str, Any] = {}
     if isinstance(biases := search.get("logit_bias"), dict):
         if words := [token for token in biases if not token.isdecimal()]:
-            raise ValueError(f"logit_bias has a key that is no token id: {words[0]!r}")
+            raise ValueError(f"logit_bias has a key that is not a token id: {words[0]!r}")
         found["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     if isinstance(outputs := search.get("structured_outputs"), dict):
         known = [field.name for field in fields(StructuredOutputsParams) if field.init]
@@ -160,10 +156,10 @@ def _job_engine_args(args: argparse.Namespace) -> EngineArgs:
         raise ValueError(f"--data-parallel-size={args.data_parallel_size} is not for a batch job; use --num-engines")
     if args.distributed_executor_backend == "ray":
         raise ValueError(
-            "--distributed-executor-backend=ray is not for a batch job, each of whose engines runs on one node of Ray; "
+            "--distributed-executor-backend=ray is not for a batch job, where each engine runs on one Ray node; "
             "leave it out"
         )
     try:
         return EngineArgs.from_cli_args(args)
-    except OSError as error:  # where vLLM may not download, it looks for the model at once
+    except OSError as error:  # vLLM looks for the model here if it may not download it
         raise ValueError(f"--model={args.model} cannot be found: {error}") from None

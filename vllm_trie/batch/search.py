@@ -1,4 +1,4 @@
-"""What a batch job does on Ray: engines as actors, which turn prompts into lines of the output."""
+"""Runs a batch job on Ray: each engine is an actor that turns prompts into lines of the output."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.reranking.metrics import rerank_metric_of
 
-CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
+CARRIED = ("VLLM_", "HF_")  # prefixes of environment variables that engines on other nodes also need
 
 
 class BatchSearcher:
-    """An engine that is an actor.
+    """An engine in a Ray actor.
 
     Args:
-        engine_args: The engine's `EngineArgs`, as Ray keeps them: of arguments themselves Ray Data tells its actor of
-            statistics, which would import vLLM for these.
+        engine_args: A reference to the `EngineArgs`: Ray Data would send the arguments themselves to its statistics
+            actor, which would import vLLM for them.
         params: Of every prompt. They ask for `beam_results`, which have the scores.
-        options: What lines hold in "search".
+        options: The value of "search" in each line.
     """
 
     def __init__(self, engine_args: ray.ObjectRef, params: SamplingParams, options: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class BatchSearcher:
         vllm_config = self._llm.llm_engine.vllm_config
         beam = search_of_request(params, vllm_config)
         assert beam is not None
-        # What no prompt can have ends the job at once.
+        # What would fail for every prompt ends the job at once.
         if beam.rerank is not None:
             rerank_metric_of(beam.metric)
         validate_request(params, beam, request_limits_of_engine(vllm_config), BlocksNeeded(1, beam.beam_width))
@@ -61,7 +61,7 @@ class BatchSearcher:
         return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
 
     def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """What comes of each prompt. One that the engine refuses does not keep others from being searched."""
+        """The answer to each text. A refusal of one does not stop the search of others."""
         answers, accepted = [dict[str, Any]() for _ in texts], []
         for answer, text in zip(answers, texts, strict=True):
             try:
@@ -90,7 +90,7 @@ class BatchSearcher:
             }
             for hypothesis, result in zip(found, answer.get(BEAM_RESULTS, ()), strict=True)
         ]
-        item_ids = answer.get("item_ids", ())  # where there is a catalog
+        item_ids = answer.get("item_ids", ())  # with a catalog
         for hypothesis, item_id in zip(hypotheses, item_ids, strict=False):
             hypothesis["item_id"] = item_id
         for hypothesis, utility in zip(hypotheses, answer.get("utilities", ()), strict=False):  # if reranked
@@ -99,14 +99,14 @@ class BatchSearcher:
 
 
 def job_on_ray(num_engines: int) -> AbstractContextManager[Any]:
-    """Within it, a connection to the cluster that the environment names, or else a cluster of this machine.
+    """Connect to the cluster that `RAY_ADDRESS` names, or else start one on this machine, for a `with` block.
 
     Raises:
-        JobError: there is none.
+        JobError: Ray does not start.
     """
     options: dict[str, Any] = {"logging_level": logging.ERROR}
     if "RAY_ADDRESS" not in os.environ:
-        cores = max(os.cpu_count() or 1, num_engines + 1)  # engines wait for devices, not for cores of their own
+        cores = max(os.cpu_count() or 1, num_engines + 1)  # engines wait for devices, not for cores
         options |= {"num_cpus": cores, "include_dashboard": False}
     try:
         return ray.init(**options)
@@ -118,9 +118,9 @@ def job_lines(job: Job, prompts: Sequence[JobPrompt]) -> Iterator[str]:
     """Lines of the output, in the order of the prompts, a batch at a time.
 
     Raises:
-        JobError: an engine does not start, or has failed.
+        JobError: an engine does not start, or fails.
     """
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what fails is told in the end
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # failures are reported at the end
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
@@ -140,11 +140,11 @@ def job_lines(job: Job, prompts: Sequence[JobPrompt]) -> Iterator[str]:
             yield row["line"]
     except RayError as error:
         raise JobError(
-            f"an engine failed: {job_error_reason(str(error))}; the same command goes on from {job.output}"
+            f"an engine failed: {job_error_reason(str(error))}; run the same command again to continue {job.output}"
         ) from None
 
 
 def job_error_reason(traceback: str) -> str:
-    """What an engine's error says; from other processes there is its traceback alone, with Ray's words around it."""
+    """The message of an engine's error, extracted from the traceback that Ray returns as text."""
     errors = re.findall(r"^(?!ray\.)[\w.]+(?:Error|Exception): .+", traceback, re.MULTILINE)
     return errors[-1] if errors else traceback.strip().splitlines()[-1]

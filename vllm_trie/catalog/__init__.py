@@ -1,4 +1,4 @@
-"""Catalogs: sets of token sequences that beams may go along, as tries in files. Neither torch nor vLLM is needed."""
+"""Catalogs: sets of token sequences that beams must follow, as tries in files. Needs neither torch nor vLLM."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What engines and requests with catalogs need: loaded on first use."""
+    """Import a name of `__all__` on first use, by engines and requests with catalogs."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Make catalogs, and look into them: `python -m vllm_trie.catalog --help`."""
+"""The command `python -m vllm_trie.catalog`: builds, inspects and checks catalogs."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ INTERRUPTED = 130
 
 
 class _CatalogParser(argparse.ArgumentParser):
-    """One sentence for a mistake."""
+    """Reports a mistake in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def catalog_parser() -> argparse.ArgumentParser:
-    """Of the three commands."""
-    commands = _CatalogParser(prog=PROGRAM, description="Catalogs of items for beams to go along, as files.")
+    """The parser of the three commands."""
+    commands = _CatalogParser(prog=PROGRAM, description="Catalogs: files of items that beams must follow.")
     add = commands.add_subparsers(dest="command", required=True, metavar="COMMAND").add_parser
-    build = add("build", help="Make a catalog.")
+    build = add("build", help="Build a catalog.")
     build.add_argument("input", type=Path, metavar="INPUT", help="An item per line: .jsonl or .json, or else text.")
-    build.add_argument("output", type=Path, metavar="OUTPUT", help="The catalog; what was there is replaced.")
-    inspect = add("inspect", help="Show what a catalog holds.")
+    build.add_argument("output", type=Path, metavar="OUTPUT", help="The catalog; an existing file is replaced.")
+    inspect = add("inspect", help="Show the contents of a catalog.")
     inspect.add_argument(
         "--items", type=_positive_catalog_number, default=0, metavar="N", help="Show the first N items instead."
     )
-    check = add("check", help="Verify a catalog; status 1 if something is wrong with it.")
+    check = add("check", help="Verify a catalog; status 1 if it is not valid.")
     for command in (inspect, check):
         command.add_argument("catalog", type=Path, metavar="FILE")
     for command in (build, check):
-        command.add_argument("--tokenizer", metavar="MODEL", help="Folder or name of the model to be searched with.")
+        command.add_argument("--tokenizer", metavar="MODEL", help="Folder or name of the model that will search.")
         command.add_argument(
-            "--vocab-size", type=_positive_catalog_number, metavar="N", help="Its tokens; the tokenizer's, if left out."
+            "--vocab-size", type=_positive_catalog_number, metavar="N", help="Vocabulary size, else the tokenizer's."
         )
     return commands
 
 
 def main() -> None:
-    """Run one command. Ends with status 1, and one sentence, if it fails."""
+    """Run one command. If it fails, exits with status 1 and one sentence."""
     args = catalog_parser().parse_args()
     try:
         {"build": _build_catalog, "inspect": _inspect_catalog, "check": _check_catalog}[args.command](args)
@@ -87,9 +87,9 @@ def _inspect_catalog(args: argparse.Namespace) -> None:
     for name, value in (
         ("items", f"{catalog.num_items:,}, of {catalog.shortest} to {catalog.longest} tokens"),
         ("prefixes", "none is a prefix of another" if catalog.is_prefix_free else "some are prefixes of others"),
-        ("on a device", f"{on_device:,} bytes, {on_device / catalog.num_items:.1f} an item"),
+        ("on a device", f"{on_device:,} bytes, {on_device / catalog.num_items:.1f} per item"),
         ("vocabulary", f"{vocabulary}highest token {catalog.max_token:,}"),
-        ("tokenizer", catalog.tokenizer or "not known"),
+        ("tokenizer", catalog.tokenizer or "unknown"),
         ("digest", catalog.digest),
     ):
         print(f"{name:12} {value}")
@@ -105,11 +105,11 @@ def _check_catalog(args: argparse.Namespace) -> None:
     _, digest, vocab_size = _catalog_vocabulary(args)
     if vocab_size is not None:
         catalog.check_fits(vocab_size, digest)
-    print(f"{args.catalog} is as it was built: {catalog.num_items:,} items")
+    print(f"{args.catalog} is valid: {catalog.num_items:,} items")
 
 
 def _catalog_vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int | None]:
-    """The tokenizer, its digest and the number of tokens, as far as they are given."""
+    """The tokenizer, its digest and the vocabulary size, each None if not given."""
     if args.tokenizer is None:
         return None, None, args.vocab_size
     tokenizer = load_catalog_tokenizer(args.tokenizer)
@@ -118,10 +118,10 @@ def _catalog_vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int 
 
 def _positive_catalog_number(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is piped into head ends with it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when piped into head
     main()

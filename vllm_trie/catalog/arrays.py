@@ -1,4 +1,4 @@
-"""A trie as arrays: its nodes level by level, and the children of a node one after the other, ascending by token."""
+"""Builds a trie as arrays: nodes level by level, and the children of a node consecutively, ascending by token."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CatalogArrays(NamedTuple):
 
 
 def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterable[int]] = iter) -> CatalogArrays:
-    """The trie of some items. Of items with the same tokens the first one's id stays.
+    """The trie of some items. Of items with the same tokens the id of the first is kept.
 
-    A level is one sort of (node of the level above, token), over those items alone that are long enough.
+    A level is one sort by (node of the level above, token), over the items that are long enough.
 
     Args:
         progress: Wraps the depths; the trie is built level by level.
@@ -36,8 +36,8 @@ def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterab
     if not len(items.lengths):
         raise ValueError("a catalog needs at least one item")
     starts = items.lengths.cumsum(dtype=np.int64) - items.lengths
-    longer = np.arange(len(items.lengths))  # the items that have a token at this depth, in their order
-    parents = np.zeros(len(longer), np.int64)  # their nodes, counted from the first one of the level
+    longer = np.arange(len(items.lengths))  # the items with a token at this depth, in input order
+    parents = np.zeros(len(longer), np.int64)  # their nodes, counted from the first node of the level
     num_parents, num_nodes = 1, 1
     tokens, num_children = [np.array([-1], np.int32)], []
     is_item, item_ids = [np.zeros(1, bool)], []
@@ -51,12 +51,12 @@ def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterab
         keys = keys[is_new]
         num_nodes += len(keys)
         if num_nodes > MOST_NODES:
-            raise ValueError(f"the items make more than {MOST_NODES} nodes; split them into several catalogs")
+            raise ValueError(f"the items need more than {MOST_NODES} nodes; split them into several catalogs")
         tokens.append((keys & ((1 << TOKEN_BITS) - 1)).astype(np.int32))
         num_children.append(np.bincount(keys >> TOKEN_BITS, minlength=num_parents))
         ends = items.lengths[longer] == depth + 1
         item = np.full(len(keys), -1)
-        item[nodes[ends][::-1]] = longer[ends][::-1]  # of equal items the first one is written last
+        item[nodes[ends][::-1]] = longer[ends][::-1]  # written last by the first of equal items
         is_item.append(item >= 0)
         item_ids.append(items.ids[item[item >= 0]])
         longer, parents, num_parents = longer[~ends], nodes[~ends], len(keys)
@@ -66,7 +66,7 @@ def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterab
 
 
 def catalog_level_starts(first_child: np.ndarray) -> list[int]:
-    """The first node of each level, and behind the last level the number of nodes."""
+    """The first node of each level, and then the number of nodes."""
     starts = [0, 1]
     while starts[-1] < len(first_child) - 1:
         starts.append(int(first_child[starts[-1]]))

@@ -1,4 +1,4 @@
-"""A catalog: a set of items, each a sequence of tokens, as a trie that devices and hosts look up."""
+"""A catalog: a set of items, each a sequence of tokens, as a trie for lookups on hosts and devices."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ NO_NODE = NO_ITEM = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Catalog(CatalogHeader):
-    """Token sequences as a trie in compressed rows; immutable.
+    """Token sequences as an immutable trie in CSR form.
 
-    Node 0 is the root. Nodes are numbered level by level, the children of a node one after the other, ascending
-    by token: those of node s are `first_child[s]` to `first_child[s + 1] - 1`.
+    Node 0 is the root. Nodes are numbered level by level, and the children of a node consecutively, ascending by token:
+    those of node s are `first_child[s]` to `first_child[s + 1] - 1`.
     """
 
-    name: str  # in errors: its path
+    name: str  # its path, for errors
     digest: str  # of the whole content, in hex
-    item_ids: np.ndarray  # [items] int64, in the order of their nodes: an item's own id, else the index of its line
+    item_ids: np.ndarray  # [items] int64, in the order of their nodes: an item's id, else the index of its line
     first_child: np.ndarray  # [nodes + 1] int32
     tokens: np.ndarray  # [nodes] int32, the token by which a node is entered; -1 at the root
-    is_item: np.ndarray  # [nodes] bool, an item ends here
-    data: memoryview  # the whole content; all arrays are views of it
+    is_item: np.ndarray  # [nodes] bool, whether an item ends here
+    data: memoryview  # the whole content, of which all arrays are views
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """A catalog in a file, which is mapped into memory. The file may be replaced meanwhile, but not written to.
+        """Map a file into memory. The file may be replaced later, but must not be written to.
 
         Raises:
-            ValueError: it cannot be read, or is no catalog, or is not as it was written.
+            ValueError: it cannot be read, is not a catalog, or is damaged.
         """
         try:
             with open(path, "rb") as file:
                 is_empty = not os.fstat(file.fileno()).st_size
-                data = b"" if is_empty else mmap(file.fileno(), 0, access=ACCESS_READ)  # nothing cannot be mapped
+                data = b"" if is_empty else mmap(file.fileno(), 0, access=ACCESS_READ)  # an empty file cannot be mapped
         except OSError as error:
-            raise ValueError(f"catalog {path} cannot be read: {error.strerror}; pass what build has written") from None
+            raise ValueError(f"catalog {path} cannot be read: {error.strerror}; pass a file written by build") from None
         return cls._of(memoryview(data), str(path))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "(in memory)", checks: bool = True) -> Self:
-        """What `to_bytes` has given. Raises as `open` does.
+        """A catalog from the result of `to_bytes`. Raises as `open` does.
 
         Args:
-            checks: False where this engine's own processes made and sent it: then no checksum takes a step's time.
+            checks: Whether to verify the checksum. False for data from the engine's own processes, to save time.
         """
         return cls._of(memoryview(data), name, checks)
 
@@ -67,15 +67,15 @@ class Catalog(CatalogHeader):
         vocab_size: int | None = None,
         tokenizer: str | None = None,
     ) -> Self:
-        """A catalog of sequences. Of equal ones the first one counts; one may be a prefix of another.
+        """A catalog of sequences. Of equal ones the first is kept; one may be a prefix of another.
 
         Args:
-            ids: By sequence, not negative. If None, a sequence's index.
-            vocab_size: Token ids are below.
-            tokenizer: `tokenizer_digest` of the tokenizer that the ids come from.
+            ids: The id of each sequence, not negative. By default its index.
+            vocab_size: Token ids must be below this.
+            tokenizer: `tokenizer_digest` of the tokenizer that the token ids come from.
 
         Raises:
-            ValueError: a sequence is empty or has a token that is none; there are no sequences.
+            ValueError: there are no sequences, one is empty, or a token id is not valid.
         """
         rows = list(sequences)
         numbers = np.arange(len(rows)) if ids is None else ids
@@ -100,18 +100,18 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def most_with_one_id(self) -> int:
-        """How many items have the same id at most."""
+        """The most items with the same id."""
         ids = self.item_ids
         counts = np.bincount(ids) if ids.max() < 4 * len(ids) else np.unique(ids, return_counts=True)[1]
         return int(counts.max())
 
     @property
     def num_bytes_on_device(self) -> int:
-        """What `first_child`, `tokens` and `is_item` take."""
+        """Bytes of `first_child`, `tokens` and `is_item`."""
         return self.first_child.nbytes + self.tokens.nbytes + self.is_item.nbytes
 
     def tokens_by_depth(self) -> list[np.ndarray]:
-        """Of each depth, the root's first, the tokens that come there in any item: [K] int64, ascending."""
+        """For each depth, from the root's on, the tokens of all items at that depth: [K] int64, ascending."""
         levels, (first, end) = list[np.ndarray](), (1, int(self.first_child[1]))
         while first < end:
             comes = np.zeros(self.max_token + 1, dtype=bool)
@@ -121,11 +121,11 @@ class Catalog(CatalogHeader):
         return levels
 
     def to_bytes(self) -> bytes:
-        """The whole content; where it came in bytes, these."""
+        """The whole content, without a copy if it came as bytes."""
         return self.data.obj if isinstance(self.data.obj, bytes) else bytes(self.data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, or replace one: whoever opens it sees the old content or the new one, whole."""
+        """Write or replace a file atomically: readers see either the old or the new content."""
         target = Path(path)
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
@@ -138,13 +138,13 @@ class Catalog(CatalogHeader):
             part.unlink(missing_ok=True)
 
     def find(self, token_ids: np.ndarray) -> np.ndarray:
-        """Which items some sequences are.
+        """The items that sequences are.
 
         Args:
             token_ids: [n, longest] int, each row padded with -1.
 
         Returns:
-            [n] int64 ids, -1 for what is no item.
+            [n] int64 ids, -1 if a sequence is not an item.
         """
         nodes = np.zeros(len(token_ids), np.int64)
         for tokens in token_ids.T:
@@ -153,14 +153,14 @@ class Catalog(CatalogHeader):
         return np.where(is_item, self.item_ids[self._item_indices[nodes]], NO_ITEM)
 
     def find_in_a_row(self, token_ids: np.ndarray, count: int) -> np.ndarray:
-        """Which items follow one another in some sequences, where no item begins another one.
+        """The items that sequences consist of, in a catalog where no item is a prefix of another.
 
         Args:
             token_ids: [n, longest] int, each row padded with -1.
-            count: Items of each.
+            count: Items per sequence.
 
         Returns:
-            [n, count] int64 ids, -1 for what is no item.
+            [n, count] int64 ids, -1 for missing items.
         """
         found = np.full((len(token_ids), count), NO_ITEM, np.int64)
         nodes, num_found = np.zeros(len(token_ids), np.int64), np.zeros(len(token_ids), np.int64)
@@ -173,7 +173,7 @@ class Catalog(CatalogHeader):
         return found
 
     def sequence(self, index: int) -> list[int]:
-        """Token ids of an item, by its index in `item_ids`."""
+        """The token ids of an item, by its index in `item_ids`."""
         node, tokens = np.searchsorted(self._item_indices, np.int32(index)), list[int]()
         while node:
             tokens.append(int(self.tokens[node]))
@@ -185,29 +185,29 @@ class Catalog(CatalogHeader):
 
         Args:
             vocab_size: Of the model.
-            tokenizer: `tokenizer_digest` of the model's tokenizer; None if it is not known.
+            tokenizer: `tokenizer_digest` of the model's tokenizer; None if unknown.
         """
         if self.max_token >= vocab_size:
-            reason = f"token {self.max_token} is in it, and the model has {vocab_size} tokens"
+            reason = f"it has token {self.max_token}, and the model has {vocab_size} tokens"
         elif tokenizer is not None and self.tokenizer not in (None, tokenizer):
-            reason = f"its tokenizer's is {self.tokenizer}, and the model's {tokenizer}"
+            reason = f"its tokenizer has digest {self.tokenizer}, and the model's {tokenizer}"
         elif self.tokenizer is None and self.vocab_size is not None and self.vocab_size > vocab_size:
-            reason = f"of {self.vocab_size} tokens, and the model has {vocab_size}"
+            reason = f"it has {self.vocab_size} tokens, and the model has {vocab_size}"
         else:
             return
         raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
 
     def nodes_of_items(self, item_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the sequences of some items end, or where nothing but that one sequence goes on: the first such node.
+        """For each sequence of some items, the first node that leads to this sequence only, or else the one of its end.
 
         Args:
             item_ids: [n] int64, ascending, each once.
 
         Returns:
-            Nodes [m] int32, ascending; and those of the ids that no item has.
+            Nodes [m] int32, ascending; and the ids that no item has.
         """
         ids, nodes = self._nodes_by_id
-        # As a rule ids are the numbers of lines.
+        # Ids are usually line numbers.
         first = item_ids if self._are_ids_numbers else ids.searchsorted(item_ids)
         is_known = ids.take(first, mode="clip") == item_ids
         unknown = item_ids.compress(~is_known)
@@ -218,7 +218,7 @@ class Catalog(CatalogHeader):
         return np.sort(nodes.take(first)), unknown
 
     def index_ids(self) -> None:
-        """Make what looks up nodes of items, and their parents: else that waits until it is asked for."""
+        """Build the index of `nodes_of_items` and the parents now, not on first use."""
         _ = self._are_ids_numbers, self.parents
 
     @cached_property
@@ -228,7 +228,7 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def _nodes_by_id(self) -> tuple[np.ndarray, np.ndarray]:
-        """Item ids, ascending, and what `nodes_of_items` returns of each: [items] int64 and int32."""
+        """Item ids, ascending, and the node of each as in `nodes_of_items`: [items] int64 and int32."""
         order, nodes = np.argsort(self.item_ids, kind="stable"), np.flatnonzero(self.is_item).astype(np.int32)
         num_children = np.diff(self.first_child)
         leads_to_one = (num_children == 1) & ~self.is_item
@@ -243,7 +243,7 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def _are_ids_numbers(self) -> bool:
-        """Whether the ids are 0, 1, ... up to the number of items."""
+        """Whether the ids are exactly 0 to n - 1."""
         ids, _ = self._nodes_by_id
         return self._has_one_sequence_each and int(ids[0]) == 0 and int(ids[-1]) == len(ids) - 1
 
@@ -255,7 +255,7 @@ class Catalog(CatalogHeader):
 
     @cached_property
     def _item_indices(self) -> np.ndarray:
-        """[nodes] int32, indices in `item_ids`, right where an item ends."""
+        """[nodes] int32, indices into `item_ids`, valid at nodes where an item ends."""
         return np.cumsum(self.is_item, dtype=np.int32) - np.int32(1)
 
     def _children(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:

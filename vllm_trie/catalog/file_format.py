@@ -7,7 +7,7 @@ r"""The format of a catalog, in a file and between processes; all numbers are li
 | 12 to 15 | h, the length of the header in bytes |
 | 16 to 23 | length of all in bytes |
 | 24 to 55 | SHA-256 of bytes 8 to 23 and of all from byte 56 on |
-| 56 to 55 + h | `CatalogHeader` in JSON, and spaces |
+| 56 to 55 + h | `CatalogHeader` in JSON, padded with spaces |
 | from a multiple of 64 on | `CatalogArrays`, one after the other |
 """
 
@@ -25,21 +25,21 @@ from vllm_trie.catalog.arrays import CatalogArrays, catalog_level_starts
 MAGIC, VERSION = b"TRIECAT\n", 1
 PREAMBLE, ALIGNMENT = struct.Struct("<8sIIQ"), 64
 START = PREAMBLE.size + hashlib.sha256().digest_size  # of the header
-AGAIN = "build it again by python -m vllm_trie.catalog build"
+AGAIN = "build it again with python -m vllm_trie.catalog build"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CatalogHeader:
-    """What a catalog says of itself."""
+    """The metadata of a catalog."""
 
     num_items: int
     num_nodes: int
-    vocab_size: int | None  # token ids are below, as far as whoever built it knew
+    vocab_size: int | None  # token ids are below this; None if unknown when it was built
     tokenizer: str | None  # `tokenizer_digest` of the tokenizer that it was built with
-    shortest: int  # tokens of an item
+    shortest: int  # item, in tokens
     longest: int
     most_children: list[int]  # by depth, from the root's 0 to longest - 1
-    is_prefix_free: bool  # no item goes on as another one
+    is_prefix_free: bool  # no item is a prefix of another
     max_token: int
 
     @classmethod
@@ -69,20 +69,20 @@ def pack_catalog(header: CatalogHeader, arrays: CatalogArrays) -> bytes:
 
 
 def unpack_catalog(data: memoryview, name: str, checks: bool) -> tuple[str, CatalogHeader, CatalogArrays]:
-    """The parts of a catalog.
+    """The parts of a catalog in this format.
 
     Args:
-        name: What to call it in an error.
-        checks: Whether to compute its checksum, which reads all of it.
+        name: Its name in errors.
+        checks: Whether to verify its checksum, which reads all of it.
 
     Returns:
         Its digest in hex, its header, and views of its arrays.
 
     Raises:
-        ValueError: it is no catalog, or of another version, or not as it was written.
+        ValueError: it is not a catalog, has another version, or is damaged.
     """
     if len(data) < START or data[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{name} is no catalog; make one by python -m vllm_trie.catalog build")
+        raise ValueError(f"{name} is not a catalog; build one with python -m vllm_trie.catalog build")
     _, version, length, size = PREAMBLE.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"{name} is a catalog of format {version}, and this vllm_trie reads {VERSION}; {AGAIN}")
@@ -95,12 +95,12 @@ def unpack_catalog(data: memoryview, name: str, checks: bool) -> tuple[str, Cata
     try:
         header = msgspec.json.decode(data[START:start], type=CatalogHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ValueError(f"{name} is no catalog: its header cannot be read; {AGAIN}") from None
+        raise ValueError(f"{name} is not a catalog: its header cannot be read; {AGAIN}") from None
     num_items, num_nodes = header.num_items, header.num_nodes
     counts = [(np.int64, num_items), (np.int32, num_nodes + 1), (np.int32, num_nodes), (np.bool_, num_nodes)]
     num_bytes = sum(np.dtype(dtype).itemsize * count for dtype, count in counts)
     if num_items < 1 or num_nodes < 1 or start + num_bytes != len(data):
-        raise ValueError(f"{name} is no catalog: its header does not fit its {len(data)} bytes; {AGAIN}")
+        raise ValueError(f"{name} is not a catalog: its header does not fit its {len(data)} bytes; {AGAIN}")
     views: list[np.ndarray] = []
     for dtype, count in counts:
         views.append(np.frombuffer(data, dtype, count, start))

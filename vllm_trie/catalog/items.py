@@ -1,4 +1,4 @@
-"""Items as they come in: token sequences of any lengths, one after the other in one array."""
+"""The items of a catalog before it is built: token sequences, concatenated in one array, with their ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_TOKENS = (1 << 31) - 1  # token ids are below, so that two of them, or a node and one, fit into an int64
+MOST_TOKENS = (1 << 31) - 1  # token ids are below, so that two of them, or a node and a token, fit into an int64
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class CatalogItems:
     def of(
         cls, sequences: Sequence[Sequence[int]], ids: Any, vocab_size: int | None, name: Callable[[int], str]
     ) -> CatalogItems:
-        """Check sequences and make them flat.
+        """Check and concatenate sequences.
 
         Args:
             ids: One integer per sequence.
-            vocab_size: Token ids are below.
-            name: What to call the sequence of some index in an error.
+            vocab_size: Token ids must be below this.
+            name: Names the sequence with some index in errors.
 
         Raises:
-            ValueError: a sequence is empty, or has a token that is none; an id is none.
+            ValueError: a sequence is empty, or a token id or id is not valid.
         """
         try:
             lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
@@ -42,7 +42,7 @@ class CatalogItems:
             tokens = np.fromiter(flat, np.int64, int(lengths.sum(dtype=np.int64)))
         except (TypeError, OverflowError):
             bad = next(i for i, sequence in enumerate(sequences) if not _are_catalog_tokens(sequence))
-            raise ValueError(f"{name(bad)} is no list of token ids but {str(sequences[bad])[:60]}") from None
+            raise ValueError(f"{name(bad)} is not a list of token ids but {str(sequences[bad])[:60]}") from None
         if not lengths.all():
             raise ValueError(f"{name(int(lengths.argmin()))} has no tokens")
         limit = vocab_size or MOST_TOKENS
@@ -65,13 +65,13 @@ def _are_catalog_tokens(sequence: Any) -> bool:
 
 
 def _fits_catalog_id(number: Any) -> bool:
-    """Into 64 bits."""
+    """Whether it is an integer of 64 bits."""
     return isinstance(number, Integral) and -1 << 63 <= int(number) < 1 << 63
 
 
 def _catalog_item_ids(ids: Any, count: int, name: Callable[[int], str]) -> np.ndarray:
     if len(ids) != count:
-        raise ValueError(f"{len(ids)} ids do not fit {count} sequences; pass one for each")
+        raise ValueError(f"{len(ids)} ids do not match {count} sequences; pass one for each")
     try:
         array = np.fromiter(map(index, ids), np.int64, count)
         is_wrong = array < 0

@@ -1,4 +1,4 @@
-"""Input of a catalog: a file with an item per line, as JSON or as plain text. Blank lines count, and are skipped."""
+"""Reads the input of a catalog: a file with an item per line, as JSON or text. Blank lines are counted but skipped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_trie.catalog.items import CatalogItems
 
 CHUNK_BYTES = 1 << 20
 JSON_SUFFIXES = (".json", ".jsonl")
-FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, these two with an "id", an integer, or not'
+FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, the last two optionally with an integer "id"'
 
 
 class CatalogLine(msgspec.Struct):
-    """A line that is a JSON object; what else it has does not matter."""
+    """A line that is a JSON object; other keys are ignored."""
 
     tokens: list[int] | None = None
     text: str | None = None
@@ -30,16 +30,16 @@ Row = list[int] | str | CatalogLine
 def read_catalog_items(
     path: Path, tokenizer: Any, vocab_size: int | None, progress: Callable[[int], object]
 ) -> CatalogItems:
-    """All items of a file, those that are texts as tokens; an item's id is its own, or else its line's index.
+    """Read all items of a file, and tokenize texts; an item's id is its "id", or else the index of its line.
 
     Args:
-        path: JSON if its name says so, or else text.
+        path: JSON if its suffix is .json or .jsonl, or else text.
         tokenizer: Of transformers; None if there are no texts.
-        vocab_size: Token ids are below.
-        progress: Is called with numbers of bytes, once they are dealt with.
+        vocab_size: Token ids must be below this.
+        progress: Called with the number of bytes of each part that was read.
 
     Raises:
-        ValueError: naming the line, and what is wrong with it.
+        ValueError: names the line and the fault.
         OSError: the file cannot be read.
     """
     decode = msgspec.json.Decoder(Row).decode if path.suffix.lower() in JSON_SUFFIXES else _catalog_line_text
@@ -67,7 +67,7 @@ def _catalog_line_text(line: bytes) -> str:
 def _decode_catalog_lines(
     lines: Sequence[bytes], start: int, decode: Callable[[bytes], Row], path: Path
 ) -> tuple[Sequence[int], list[Row]]:
-    """Indices of the lines that are not blank, and what they hold."""
+    """The indices and contents of lines that are not blank."""
     try:
         return range(start, start + len(lines)), list(map(decode, lines))
     except ValueError:
@@ -101,7 +101,7 @@ def _catalog_line_items(
             sequences.append(row)
     texts = [index for index, sequence in enumerate(sequences) if isinstance(sequence, str)]
     if texts and tokenizer is None:
-        raise ValueError(f"{name(texts[0])} is a text; say by --tokenizer what makes tokens of it")
+        raise ValueError(f"{name(texts[0])} is a text; pass --tokenizer to tokenize it")
     if texts:
         found = tokenizer([sequences[index] for index in texts], add_special_tokens=False, verbose=False)["input_ids"]
         unknown = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id

@@ -1,4 +1,4 @@
-"""The catalogs of one engine, as each process that looks items up knows them: its front ends, and its scheduler."""
+"""The catalogs of one engine in each process that looks up items: its front ends and its scheduler."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ if TYPE_CHECKING:
 
 
 class HeldTable(Protocol):
-    """What devices look up for searches: a catalog, or what is closed to a search along one."""
+    """A table that devices look up for searches: a catalog, or the nodes closed to a search."""
 
     @property
     def digest(self) -> str:
-        """By which equal ones are known."""
+        """Equal for equal tables."""
 
     @property
     def num_items(self) -> int:
-        """That a device holds for it."""
+        """Items that a device holds for it."""
 
     @property
     def num_bytes_on_device(self) -> int:
-        """That it takes there."""
+        """Bytes that it takes on a device."""
 
 
 class CatalogStore:
-    """Catalogs by digest, some of which have names. What nobody needs any more is forgotten.
+    """Catalogs by digest, some of which have names. Catalogs that are no longer needed are dropped.
 
     Args:
-        named: Those that names stand for at first.
+        named: The catalogs that have names at first.
     """
 
     def __init__(self, named: Mapping[str, Catalog]) -> None:
@@ -43,11 +43,11 @@ class CatalogStore:
         return self._named.keys()
 
     def __getitem__(self, name: str) -> Catalog:
-        """What a name stands for now."""
+        """The catalog that a name stands for now."""
         return self._named[name]
 
     def name(self, name: str, catalog: Catalog) -> None:
-        """Let a name stand for this one from now on."""
+        """Let a name stand for this catalog from now on."""
         old = self._named.get(name)
         self.add(catalog)
         self._named[name] = catalog
@@ -55,11 +55,11 @@ class CatalogStore:
             self.drop_unused(old.digest)
 
     def add(self, catalog: Catalog) -> None:
-        """Know a catalog."""
+        """Add a catalog."""
         self.by_digest[catalog.digest] = catalog
 
     def drop_unused(self, digest: str) -> bool:
-        """Forget a catalog that nobody needs. Returns whether it is gone."""
+        """Drop a catalog if it is not needed. Returns whether it was dropped."""
         return not self.is_needed(digest) and self.by_digest.pop(digest, None) is not None
 
     def is_needed(self, digest: str) -> bool:

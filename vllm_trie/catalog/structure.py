@@ -1,4 +1,4 @@
-"""Whether the arrays of a catalog are a trie at all. A checksum says only that they are as they were written."""
+"""Checks that the arrays of a catalog form a trie; a checksum shows only that they are as they were written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_trie.catalog.file_format import AGAIN, CatalogHeader
 
 
 def check_structure(catalog: Catalog) -> None:
-    """Raise ValueError if a node cannot be reached, or its children are not ascending, or no item comes of it.
+    """Raise ValueError if a node is unreachable, its children are not ascending, or no item follows it.
 
-    Kernels look nodes up without a look at their number. This goes over each array five times at most, in about as long
-    as the checksum takes, and needs two thirds of the memory of the file on the way.
+    Kernels look up nodes without bounds checks. This reads each array five times at most, takes about as long as the
+    checksum, and temporarily needs memory of two thirds of the file's size.
     """
     if wrong := _catalog_structure_fault(catalog):
-        raise ValueError(f"catalog {catalog.name} is no trie: {wrong}; {AGAIN}")
+        raise ValueError(f"catalog {catalog.name} is not a trie: {wrong}; {AGAIN}")
 
 
 def _catalog_structure_fault(catalog: Catalog) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers, which is imported where one is loaded, and not before."""
+"""Loads tokenizers of transformers, which is imported only then, and identifies their vocabularies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Which vocabulary a tokenizer has: 16 hex digits, the same wherever the same strings have the same ids."""
+    """Identify a tokenizer's vocabulary by 16 hex digits, equal if the same strings have the same ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
 def load_catalog_tokenizer(model: str) -> Any:
-    """The tokenizer of a model: a folder, or a name on the Hugging Face Hub.
+    """Load the tokenizer of a model: a folder, or a name on the Hugging Face Hub.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it cannot be loaded.
     """
     from transformers import AutoTokenizer
 

@@ -1,1 +1,1 @@
-"""vLLM from outside: what of it is changed, which versions fit, and where these differ."""
+"""How the plugin changes vLLM from outside, which versions fit, and where these differ."""

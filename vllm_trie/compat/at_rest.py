@@ -1,7 +1,7 @@
-"""What takes part in every step of vLLM's, and is vLLM's own while an engine has no beams.
+"""Lets subclasses of vLLM's scheduler and KV cache manager cost nothing while an engine has no beams.
 
-To look whether there are beams, and hand over to vLLM, costs a call for each method, and some are called for each
-request. So an object that is at rest has another class, in which such methods are vLLM's own.
+An override that only checks for beams and calls vLLM's method costs a call, for some methods per request. So while
+there are no beams, an object has a different class, in which these methods are vLLM's.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any, ClassVar
 
 
 class RestsWithoutBeams:
-    """A class derived from one of vLLM's, whose objects rest while there are no beams.
+    """Base of classes derived from vLLM's whose objects rest while there are no beams.
 
-    Nobody may hold on to a bound method of such an object: it is that of the class which the object had.
+    Do not keep a bound method of such an object: it belongs to the class that the object had at the time.
     """
 
-    hooks: ClassVar[tuple[str, ...]] = ()  # methods that vLLM's stand for at rest
+    hooks: ClassVar[tuple[str, ...]] = ()  # methods that are vLLM's while at rest
     is_at_rest: ClassVar[bool] = False
 
     def rest(self) -> None:
-        """There are no beams any more."""
+        """Use vLLM's methods: there are no more beams."""
         awake: Any = type(self)
         if not self.is_at_rest:
             self.__class__ = _class_at_rest(awake)
 
     def wake(self) -> None:
-        """There are beams from now on, or something else that the hooks are to see."""
+        """Use the overridden methods: there are beams, or something else that they must see."""
         if self.is_at_rest:
             self.__class__ = type(self).__bases__[0]
 

@@ -1,4 +1,4 @@
-"""Lets engines with beam groups run Model Runner V2 and async scheduling on a CPU, which vLLM itself does not."""
+"""Lets engines with beam groups use Model Runner V2 and async scheduling on a CPU, where vLLM itself uses neither."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vllm_needs_cpu_kernels() -> bool:
 
 
 def unsupported_by_vllm_cpu(vllm_config: VllmConfig) -> dict[str, bool]:
-    """Which features there are no CPU kernels for, and whether this engine uses them."""
+    """Which features have no CPU kernels, and whether this engine uses them."""
     if not vllm_needs_cpu_kernels():
         return {}
     model = vllm_config.model_config
@@ -38,14 +38,14 @@ def unsupported_by_vllm_cpu(vllm_config: VllmConfig) -> dict[str, bool]:
 
 
 def accept_vllm_v2_runner() -> AbstractContextManager[None]:
-    """Within it, a worker that is made takes Model Runner V2 without Triton."""
+    """Let a worker that is created in this `with` block accept Model Runner V2 without Triton."""
     if vllm_workers_ask_triton() and vllm_needs_cpu_kernels():
         return VLLMPatch("vllm.v1.worker.gpu_worker", "HAS_TRITON").applied(True)
     return nullcontext()
 
 
 def configure_vllm_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
-    """Wrap what chooses runner and scheduling on a CPU; engines without beam groups keep what vLLM chooses."""
+    """Wrap vLLM's choice of runner and scheduling on a CPU; engines without beam groups keep that choice."""
     from vllm.platforms import current_platform
 
     if check_and_update_config.is_applied or not current_platform.is_cpu():
@@ -61,4 +61,4 @@ def configure_vllm_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
     if vllm_needs_cpu_kernels():
         v2, check = use_v2_model_runner, validate_v2_model_runner
         v2.apply(property(lambda config: has_beams(config) or v2.original.fget(config)))
-        check.apply(lambda config: None if has_beams(config) else check.original(config))  # the plugin has its own
+        check.apply(lambda config: None if has_beams(config) else check.original(config))  # the plugin checks itself

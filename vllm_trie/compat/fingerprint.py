@@ -1,9 +1,9 @@
-"""Whether a vLLM is the one that this plugin was written for, and what of it differs if not.
+"""Compares a vLLM with the one that this plugin was written for, when an engine starts and in `python -m vllm_trie`.
 
 `patches/touched.toml` lists every piece of vLLM that the plugin touches, with its grade. A *replaced* piece is one that
-the plugin stands in for, or whose rules it repeats: what it does must be on record. A *called* piece is wrapped,
-overridden with super(), or relied upon: calls must fit it, and a body that differs is worth a warning.
-`patches/<version>/touched.json` is the record. docs/versions.md tells the rest.
+the plugin substitutes, or whose rules it repeats: its body must be the recorded one. A *called* piece is wrapped,
+overridden with super(), or relied upon: calls must fit its signature, and a different body causes a warning.
+`patches/<version>/touched.json` is the record. See docs/versions.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORDED_VERSIONS = ("0.32.0", "0.33.0")
 SUPPORTED_VERSIONS = tuple(map(minor_vllm_version, RECORDED_VERSIONS))
 CHECK = "VLLM_TRIE_CHECK"
 CHECKS = ("strict", "warn", "off")
-CHECKED_STEPS = 100  # steps of groups whose invariants are checked on a build that differs
+CHECKED_STEPS = 100  # steps of groups with invariant checks, on a build that differs
 _PACKAGE = Path(__file__).resolve().parent.parent
 RECORDS = next(p for p in (_PACKAGE / "patches", _PACKAGE.parent / "patches") if p.is_dir())
 TOUCHED = RECORDS / "touched.toml"
@@ -40,9 +40,9 @@ class TouchedPart:
         grade: "replaced" or "called".
         how: "wrapped", "replaced", "overridden", "relied upon" or "constructed", and by whom.
         why: What vLLM lacks, or what the piece does for this plugin.
-        until: When it can go.
-        fields: What the class, or the method's class, must have besides.
-        only_in: The one supported version that has it, if others do not.
+        until: When the plugin can stop touching it.
+        fields: Further attributes that the class, or the method's class, must have.
+        only_in: The only supported version that has it, if others do not.
     """
 
     target: str
@@ -82,12 +82,12 @@ def vllm_record(version: str) -> Path:
 
 
 def vllm_record_path(version: str) -> Path:
-    """Where the record for a version is, or would be."""
+    """The path of the record for a version, which may not exist."""
     return RECORDS / minor_vllm_version(version) / "touched.json"
 
 
 def vllm_record_entries(sources: VLLMSources) -> dict[str, Any]:
-    """The record of a vLLM: digests of its modules, and of each piece that it has what must fit.
+    """The record of a vLLM: digests of its modules, and the fingerprint of each touched piece.
 
     Raises:
         VLLMPatchError: a piece is missing.
@@ -113,18 +113,18 @@ def _touched_module(target: str) -> str:
 
 
 class VLLMComparison(NamedTuple):
-    """What has become of all that is touched."""
+    """The touched pieces of a vLLM, compared with a record."""
 
-    refused: dict[str, str]  # by target: what does not fit
-    changed: list[str]  # targets that are called, and do something else
+    refused: dict[str, str]  # target -> why it does not fit
+    changed: list[str]  # called targets whose body differs
     same: list[str]
 
     def problems(self, mode: str, needs_kernels: bool = True) -> dict[str, str]:
-        """By target: why an engine does not start.
+        """The targets that keep an engine from starting, and why.
 
         Args:
             mode: "strict" or "warn".
-            needs_kernels: Whether it runs on a CPU without Triton; no other uses vllm_trie.worker.cpu.
+            needs_kernels: Whether the engine runs on a CPU without Triton; only then vllm_trie.worker.cpu is used.
         """
         if mode == "strict":
             return self.refused | dict.fromkeys(self.changed, "differs from the record")
@@ -133,7 +133,7 @@ class VLLMComparison(NamedTuple):
 
 
 def compare_vllm(sources: VLLMSources, record: dict[str, Any]) -> VLLMComparison:
-    """Compare a vLLM with a record. A module whose file is the recorded one is not looked into."""
+    """Compare a vLLM with a record. Modules whose files are the recorded ones are not parsed."""
     found, pieces = VLLMComparison({}, [], []), touched_parts()
     unchanged = {module for module, digest in record["modules"].items() if sources.digest(module) == digest}
     for target, recorded in record["pieces"].items():
@@ -154,7 +154,7 @@ def compare_vllm(sources: VLLMSources, record: dict[str, Any]) -> VLLMComparison
 
 def _touched_problem(piece: TouchedPart, recorded: dict[str, str], now: dict[str, str], sources: VLLMSources) -> str:
     if piece.grade == "replaced":
-        return "" if now["body"] == recorded["body"] else "is not what trie_beam stands in for"
+        return "" if now["body"] == recorded["body"] else "is not what trie_beam replaces"
     owner = piece.target if isinstance(sources.node(piece.target), ast.ClassDef) else piece.target.rpartition(".")[0]
     there = vllm_class_fields(sources.node(owner)) if piece.fields else ()
     if lost := [name for name in piece.fields if name not in there]:
@@ -163,7 +163,7 @@ def _touched_problem(piece: TouchedPart, recorded: dict[str, str], now: dict[str
 
 
 def vllm_check_mode(option: str | None) -> str:
-    """What a difference leads to: the engine's option, else what the environment says.
+    """The mode of the check: the engine's option, else the environment's `VLLM_TRIE_CHECK`, else "warn".
 
     Raises:
         ValueError: it is none of `CHECKS`.
@@ -202,11 +202,11 @@ def verify_vllm(option: str | None = None, needs_kernels: bool = True) -> list[s
         enough = "off" if found.problems("warn", needs_kernels) else "warn"
         raise VLLMPatchError(
             f"trie_beam does not fit this vLLM {version}: {pieces}. Install vLLM {' or '.join(RECORDED_VERSIONS)} or a "
-            f'newer trie_beam; vllm_check="{enough}" starts all the same'
+            f'newer trie_beam; vllm_check="{enough}" starts it nevertheless'
         )
     return found.changed
 
 
 def vllm_steps_to_check(option: str | None) -> int:
-    """The steps of groups in which the scheduler checks its invariants: the first ones, on a build that differs."""
+    """For how many steps of groups the scheduler checks its invariants: `CHECKED_STEPS` on a build that differs."""
     return CHECKED_STEPS if vllm_check_mode(option) != "off" and compare_installed_vllm().changed else 0

@@ -1,4 +1,4 @@
-"""Changing vLLM from outside: whatever goes beyond its official seams is a `VLLMPatch`."""
+"""Changes vLLM from outside: whatever goes beyond its official extension points is a `VLLMPatch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class VLLMPatchError(RuntimeError):
-    """The vLLM at hand is not the one this plugin was written for."""
+    """This vLLM is not one that the plugin was written for."""
 
 
 class VLLMPatch:
@@ -48,7 +48,7 @@ class VLLMPatch:
     def wrap(self, wrapper: Callable[..., Any]) -> None:
         """Have `wrapper(original, *args, **kwargs)` called in place of a function or method.
 
-        To wrap it once more changes nothing: vLLM loads a plugin more than once.
+        Wrapping it again has no effect: vLLM loads a plugin more than once.
         """
         if self.is_applied:
             return
@@ -83,7 +83,7 @@ class VLLMPatch:
 
 
 class VLLMWrapper:
-    """A function that is to be called in place of some of vLLM's; `wraps` makes it, and `wrap_vllm` puts it there.
+    """A function to call in place of functions of vLLM; `wraps_vllm` makes it, and `wrap_vllm` installs it.
 
     Args:
         function: Called as `function(original, *args, **kwargs)`.
@@ -94,12 +94,12 @@ class VLLMWrapper:
 
     @property
     def original(self) -> Any:
-        """What it is called in place of; of several the first."""
+        """The function of vLLM that it replaces, the first if there are several."""
         return self.patches[0].original
 
 
 def wraps_vllm(attribute: str, *owners: str | type) -> Callable[[Callable[..., Any] | VLLMWrapper], VLLMWrapper]:
-    """Makes a function the wrapper of a function or method; owners and attribute as in `VLLMPatch`."""
+    """Decorate a function as the wrapper of a function or method of vLLM; arguments as in `VLLMPatch`."""
 
     def decorate(function: Callable[..., Any] | VLLMWrapper) -> VLLMWrapper:
         wrapper = function if isinstance(function, VLLMWrapper) else VLLMWrapper(function)
@@ -110,14 +110,14 @@ def wraps_vllm(attribute: str, *owners: str | type) -> Callable[[Callable[..., A
 
 
 def wrap_vllm(module: str) -> None:
-    """From now on, in this process, what the wrappers of a module of ours name is wrapped."""
+    """Install all wrappers that a module of this package defines, for the rest of the process."""
     for wrapper in vars(importlib.import_module(module)).values():
         for patch in wrapper.patches if isinstance(wrapper, VLLMWrapper) else ():
             patch.wrap(wrapper.function)
 
 
 def arguments_to_vllm(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What each parameter of a function gets in such a call, by name: versions of vLLM differ in how many there are."""
+    """The arguments of such a call by parameter name: versions of vLLM differ in their parameters."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments

@@ -1,4 +1,4 @@
-"""Reads the sources of a vLLM, in a folder or a wheel, and imports nothing of it."""
+"""Reads the sources of a vLLM, in a folder or a wheel, without importing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_trie.compat.patch import VLLMPatchError
 
 
 class VLLMSources:
-    """One vLLM's package tree.
+    """The source tree of one vLLM.
 
     Args:
         path: The folder that holds the package `vllm`, or a wheel.
@@ -48,7 +48,7 @@ class VLLMSources:
         """The syntax tree of `target`, "module:qualified.name" of a class, function or method.
 
         Raises:
-            VLLMPatchError: there is no such thing.
+            VLLMPatchError: there is no such class, function or method.
         """
         module, name = target.split(":")
         node: Any = self._parsed(module)
@@ -80,5 +80,5 @@ def installed_vllm() -> VLLMSources:
 
 
 def minor_vllm_version(version: str) -> str:
-    """What a record is for: "0.32" of "0.32.0"."""
+    """The minor version, by which records are kept: "0.32" of "0.32.0"."""
     return ".".join(version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""What counts of a piece of source: what it does, what it takes, and which fields it has."""
+"""What `fingerprint.py` compares of a piece of source: its body, its signature and its fields."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import ast
 import hashlib
 from typing import Any
 
-_WORDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}  # no part of what a body does
+_WORDS = {
+    "annotation",
+    "returns",
+    "type_comment",
+    "type_params",
+    "kind",
+    "ctx",
+}  # AST fields that do not affect what a body does
 _ACTS = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _KINDS = ("cached_property", "classmethod", "property", "staticmethod")
 
 
 def vllm_body_digest(node: ast.AST) -> str:
-    """SHA-256 of a syntax tree without docstrings, comments, annotations, and what it writes to the log.
+    """SHA-256 of a syntax tree without docstrings, comments, annotations and log calls.
 
-    It is the same for every version of Python, which `ast.dump` is not.
+    Unlike `ast.dump`, it does not depend on the version of Python.
     """
     return hashlib.sha256(repr(_vllm_body_essence(node)).encode()).hexdigest()
 
@@ -31,7 +38,7 @@ def _vllm_body_essence(part: Any) -> Any:
 
 
 def _vllm_statement_only_logs(statement: Any) -> bool:
-    """Whether it is a docstring, or a call of the logger whose arguments do nothing."""
+    """Whether a statement is a docstring, or a call of the logger whose arguments have no effects."""
     if not isinstance(statement, ast.Expr):
         return False
     call = statement.value
@@ -41,9 +48,9 @@ def _vllm_statement_only_logs(statement: Any) -> bool:
 
 
 def vllm_signature(node: Any) -> str:
-    """How a function is called: "classmethod(cls, args, *strict=)", * before what is passed by name, / only by place.
+    """How a function is called: "classmethod(cls, args, *strict=)"; * marks keyword-only, / positional-only parameters.
 
-    Of a class, the fields that it is made with.
+    For a class, its declared fields.
     """
     if isinstance(node, ast.ClassDef):
         declared = [field for field in node.body if isinstance(field, ast.AnnAssign)]
@@ -60,7 +67,7 @@ def vllm_signature(node: Any) -> str:
 
 
 def vllm_signature_misfit(recorded: str, found: str) -> str:
-    """Why what fits one signature does not fit another; empty if it does."""
+    """Why calls that fit the recorded signature do not fit the found one; empty if they do."""
     (was_kind, was), (kind, now) = map(_vllm_signature_parameters, (recorded, found))
     if kind != was_kind:
         return f"is {kind or 'a plain function'}, no longer {was_kind or 'a plain function'}"
@@ -70,7 +77,7 @@ def vllm_signature_misfit(recorded: str, found: str) -> str:
         if now[name] not in (parameter, f"{parameter}="):
             return f"takes {name!r} differently"
     if added := [name for name in now if name not in was and not now[name].endswith(("=", "*"))]:
-        return f"wants {added[0]!r}, too"
+        return f"also requires {added[0]!r}"
     orders = [[name for name, parameter in of.items() if not parameter.startswith("*")] for of in (was, now)]
     return "" if orders[1][: len(orders[0])] == orders[0] else "takes its parameters in another order"
 
@@ -81,7 +88,7 @@ def _vllm_signature_parameters(text: str) -> tuple[str, dict[str, str]]:
 
 
 def vllm_class_fields(node: ast.ClassDef) -> set[str]:
-    """What a class and its objects have, its own: fields, methods, and what methods set."""
+    """The attributes that a class itself defines: fields, methods, and what its methods set on `self`."""
     stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     found = {n.attr for n in stored if ast.unparse(n.value) == "self"}
     for statement in node.body:

@@ -1,4 +1,4 @@
-"""Where the supported versions of vLLM differ in what this plugin has to do. All of it is here."""
+"""All that the plugin does differently for different supported versions of vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class OwnBeamsOfVLLM(NamedTuple):
     """The rules of vLLM's own beam search, which semantics="vllm" reproduces."""
 
-    counts_prompt: bool  # in the length by which hypotheses compete; a stop token in the end is left out then
-    stops_by_generation_config: bool  # at generation_config.json's EOS tokens, besides the tokenizer's
-    has_allowlist: bool  # `allowed_token_ids` leaves tokens out, without renormalising what remains
+    counts_prompt: bool  # in the length by which hypotheses compete; a final stop token then does not count
+    stops_by_generation_config: bool  # at the EOS tokens of generation_config.json, as well as the tokenizer's
+    has_allowlist: bool  # `allowed_token_ids` removes tokens without renormalizing the rest
 
 
 _OWN_BEAMS = {
@@ -28,16 +28,16 @@ _OWN_BEAMS = {
 
 
 def vllm_beams_have_allowlist(params: BeamSearchParams) -> bool:
-    """Whether vLLM's own beams are asked to leave tokens out."""
+    """Whether a request to vLLM's own beam search restricts tokens by `allowed_token_ids`."""
     return own_vllm_beams().has_allowlist and params.allowed_token_ids is not None
 
 
 def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:
-    """The tokens that end a beam of vLLM's own.
+    """The tokens that end a beam in vLLM's own beam search.
 
     Args:
-        generation_config: Its fields.
-        eos_token_id: The tokenizer's.
+        generation_config: The fields of generation_config.json.
+        eos_token_id: Of the tokenizer.
     """
     if not own_vllm_beams().stops_by_generation_config:
         return set() if eos_token_id is None else {eos_token_id}
@@ -47,7 +47,7 @@ def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | No
 
 
 def vllm_workers_ask_triton() -> bool:
-    """Whether workers refuse Model Runner V2 without Triton, as configurations do."""
+    """Whether vLLM's workers, not only its configuration, refuse Model Runner V2 without Triton."""
     return minor_vllm_version(installed_vllm().version) != "0.32"
 
 
@@ -55,8 +55,8 @@ def planned_vllm_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]
     """The KV cache groups that an engine will have, and the bytes of a block, before it has a KV cache.
 
     Args:
-        vllm_config: The engine's, of one stage alone.
-        specs: By layer.
+        vllm_config: Of the engine, for a single pipeline stage.
+        specs: The KV cache spec of each layer.
     """
     if minor_vllm_version(installed_vllm().version) == "0.32":
         from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block, get_kv_cache_groups
@@ -73,5 +73,5 @@ def planned_vllm_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]
 
 @cache
 def own_vllm_beams() -> OwnBeamsOfVLLM:
-    """Those of the installed vLLM."""
+    """The rules of the installed vLLM."""
     return _OWN_BEAMS[minor_vllm_version(installed_vllm().version)]

@@ -1,1 +1,1 @@
-"""The scheduler's side: one beam group is one request."""
+"""Beam search in vLLM's engine core: scheduling, KV blocks and answers. A beam group is one request to vLLM."""

@@ -1,4 +1,4 @@
-"""The beginning of an answer, sent while its search goes on."""
+"""Streams the certain beginning of an answer while its search goes on; `BeamGroup` uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_trie.trie.hypotheses import HypothesisTrie, Node
 
 
 class AnswerChangedError(Exception):
-    """A search that began anew does not find what was sent of its answer."""
+    """A search that restarted found a different answer than the one whose beginning was sent."""
 
 
 NOTHING_NEW = GroupHypotheses(
@@ -21,15 +21,15 @@ NOTHING_NEW = GroupHypotheses(
 
 
 class EngineAnswerPart(NamedTuple):
-    """Tokens of an answer, as they are sent."""
+    """Tokens of an answer that are sent together."""
 
     token_ids: list[int]
-    sum_logprobs: float  # of these
+    sum_logprobs: float  # of these tokens
     reports: GroupTokenReports | None  # if log-probabilities are returned
 
 
 class EngineAnswerStream:
-    """What has been sent of the one answer of a search: a prefix of whatever the search may still return.
+    """The part of a search's only answer that was sent: a prefix of whatever the search may still return.
 
     Args:
         reports: Whether log-probabilities are returned.
@@ -38,22 +38,22 @@ class EngineAnswerStream:
     def __init__(self, reports: bool) -> None:
         self._reports = reports
         self._sent: list[int] = []
-        self._sum = 0.0  # of their log-probabilities
+        self._sum = 0.0  # of the log-probabilities of the sent tokens
         self.restart()
 
     def restart(self) -> None:
-        """The search begins anew, with a new trie. What was sent remains sent."""
-        self.length = 0  # tokens of the present trie that all have in common, and that agree with what is sent
-        self.is_decided = False  # the best finished hypothesis is the answer, and these are all but its end
+        """Begin again with a new trie. What was sent remains sent."""
+        self.length = 0  # tokens common to all hypotheses of the present trie, checked against what was sent
+        self.is_decided = False  # no beam can beat the best finished hypothesis any more: it is the answer
 
     def extend(self, hypotheses: HypothesisTrie, node: Node | None) -> EngineAnswerPart | None:
-        """Send what leads to `node`. Returns what of it is new, if anything.
+        """Send the tokens up to `node`. Returns those not sent before, if any.
 
         Args:
-            node: Of the trie; its first `length` tokens are those that all had in common before. None: nothing new.
+            node: Of the trie; continues the common prefix of `length` tokens. None if nothing is new.
 
         Raises:
-            AnswerChangedError: something else was sent already.
+            AnswerChangedError: other tokens were sent.
         """
         if node is None or node.length == self.length:
             return None
@@ -68,13 +68,13 @@ class EngineAnswerStream:
         return EngineAnswerPart(tokens[num_known:], self._sum - before, reports)
 
     def rest(self, answer: GroupHypotheses) -> GroupHypotheses:
-        """The answer without what has been sent of it.
+        """The answer without its sent prefix.
 
         Args:
             answer: One hypothesis at most.
 
         Raises:
-            AnswerChangedError: something else was sent.
+            AnswerChangedError: other tokens were sent.
         """
         if not answer:
             return answer
@@ -84,10 +84,10 @@ class EngineAnswerStream:
         return answer.after(count, self._sum)
 
     def rest_so_far(self, answer: GroupHypotheses) -> GroupHypotheses:
-        """What is not sent yet of the answer of a search that was aborted: nothing, if it found less than that again.
+        """The unsent rest of the answer of an aborted search; empty if a restarted search has not found as much again.
 
         Args:
-            answer: The best that it has found since it began, or began anew, if anything.
+            answer: The best hypothesis since the search began or restarted, if any.
         """
         try:
             return self.rest(answer) if answer else NOTHING_NEW
@@ -95,7 +95,7 @@ class EngineAnswerStream:
             return NOTHING_NEW
 
     def _check(self, start: int, tokens: list[int]) -> int:
-        """How many of the tokens that follow the first `start` have been sent already."""
+        """How many of `tokens`, which follow the first `start` tokens, were sent; refuses a mismatch."""
         known = self._sent[start : start + len(tokens)]
         if tokens[: len(known)] != known:
             raise _engine_answer_changed()

@@ -1,4 +1,4 @@
-"""Items of a catalog that a search must not return, as the nodes that are closed to it."""
+"""Turns items that a search must not return into closed nodes of a catalog; used by front end and scheduler."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ TRUE = np.ones(1, np.bool_)
 
 @dataclass(frozen=True, eq=False)
 class Exclusion:
-    """What is closed to a search in one version of a catalog.
+    """The nodes that are closed to a search in one version of a catalog.
 
     Args:
-        digest: By which equal ones are known.
-        nodes: What a device looks up.
+        digest: Equal for equal exclusions.
+        nodes: The table that a device looks up.
     """
 
     digest: str
     nodes: NodeCodes
-    num_items = 0  # that a device holds for it
+    num_items = 0  # items that it adds to a device: none
 
     @classmethod
     def of(cls, catalog: Catalog, item_ids: np.ndarray) -> Self:
-        """Exclude all sequences of some items.
+        """Exclude items, with all their sequences.
 
         Args:
             item_ids: [n] int64, ascending, each once. Those that no item has are ignored.
@@ -52,19 +52,19 @@ class Exclusion:
 
     @property
     def num_bytes_on_device(self) -> int:
-        """That it takes of `ClosedNodes`, and as much again, as these grow by doubling."""
+        """Its bytes in `ClosedNodes`, twice as many as the table since that grows by doubling."""
         codes = self.nodes.codes
         return 2 * codes.itemsize * PART * (len(codes) // PART + 1)
 
 
 @dataclass(frozen=True)
 class SentExclusion:
-    """The items that a request must not return, on their way to the engine.
+    """The items that a request must not return, as the front end sends them to the engine.
 
     Args:
         item_ids: [n] int64 in bytes, ascending, each once.
-        catalog: The digest of the version for which the front end has looked them up.
-        codes: [m] int64 in bytes, and `most_together`: the `NodeCodes` there.
+        catalog: The digest of the catalog version in which the front end has looked them up.
+        codes: [m] int64 in bytes; with `most_together` the `NodeCodes` in that version.
     """
 
     item_ids: bytes
@@ -74,43 +74,43 @@ class SentExclusion:
 
     @classmethod
     def of(cls, catalog: Catalog, item_ids: np.ndarray) -> Self:
-        """Look ids [n] int64 up, each of which must be an item's.
+        """Look up ids [n] int64 in a catalog.
 
         Raises:
-            ValueError: one is not.
+            ValueError: an id is not of an item of the catalog.
         """
         ids = np.sort(item_ids)
         if (ids[1:] == ids[:-1]).any():
             ids = np.unique(ids)
         ended, unknown = catalog.nodes_of_items(ids)
         if len(unknown):
-            raise ValueError(f"{unknown[0]} is no item of this catalog; leave it out")
+            raise ValueError(f"{unknown[0]} is not an item of this catalog; leave it out")
         nodes = _closed_nodes(catalog, ended)
         return cls(ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)
 
     @property
     def ids(self) -> np.ndarray:
-        """[n] int64."""
+        """The item ids, [n] int64."""
         return np.frombuffer(self.item_ids, np.int64)
 
     def looked_up(self, digest: str) -> Exclusion:
-        """What the front end has found, by the digest that it has."""
+        """The nodes that the front end has found, under this digest."""
         return Exclusion(digest, NodeCodes(np.frombuffer(self.codes, np.int64), self.most_together))
 
 
 def why_nothing_is_excluded(catalog: Catalog, num_items: int) -> str | None:
-    """Why a search for so many items one after the other, `catalog_items`, can exclude none; None if it can."""
+    """Why a search with this `catalog_items` cannot exclude items; None if it can."""
     most = MOST_PLACES // catalog.num_nodes
     if num_items <= most:
         return None
-    return f"catalog_items={num_items} are too many where items are excluded; pass at most {most:,}"
+    return f"catalog_items={num_items} is too many for a search that excludes items; pass at most {most:,}"
 
 
 def read_item_list(path: str) -> np.ndarray:
-    """The ids [n] int64, ascending, each once, of a file with one per line; blank lines are skipped.
+    """Read ids [n] int64, ascending, each once, from a file with one per line; blank lines are skipped.
 
     Raises:
-        ValueError: it cannot be read, or has what is no id.
+        ValueError: the file cannot be read, or a line is not an id.
     """
     try:
         return np.unique(np.array(Path(path).read_text().split(), np.int64))
@@ -118,27 +118,27 @@ def read_item_list(path: str) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {error.strerror}; pass a file with one item id per line") from None
     except (ValueError, OverflowError) as error:
         why = shown_option_name(str(error))
-        raise ValueError(f"{path} is no list of items: {why}; write one id per line, an integer") from None
+        raise ValueError(f"{path} is not a list of items: {why}; write one id per line, an integer") from None
 
 
 def item_list_digest(ids: np.ndarray) -> str:
-    """Of what `read_item_list` has read."""
+    """SHA-256 of ids that `read_item_list` has read."""
     return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def exclusion_digest(catalog: Catalog, item_ids: np.ndarray) -> str:
-    """By which what is closed is known, of ids [n] int64, ascending."""
+    """The digest of an `Exclusion` of ids [n] int64, ascending."""
     return hashlib.sha256(catalog.digest.encode() + item_ids.tobytes()).hexdigest()
 
 
 def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
-    """What is closed where items end no more.
+    """The nodes to close so that no hypothesis ends as one of some items.
 
-    A node is dead if no item ends there and all of its children are dead; so it goes from the leaves up. What is below
-    a dead node is left out, as no search comes there. The root is never closed.
+    A node is dead if no item ends at it and all of its children are dead, so nodes are processed from the leaves up.
+    Nodes below a dead node are left out, as no search reaches them. The root is never closed.
 
     Args:
-        ended: What `Catalog.nodes_of_items` returns of these items.
+        ended: The nodes of these items, from `Catalog.nodes_of_items`.
     """
     first_child, is_item, parents = catalog.first_child, catalog.is_item, catalog.parents
     levels, most_together = [np.empty(0, np.int64)], 0
@@ -158,8 +158,8 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         bounds = np.flatnonzero(np.concatenate([TRUE, own[1:] != own[:-1], TRUE]))  # of the children of each parent
         first, num_closed = bounds[:-1], np.diff(bounds)
         above, low, high = own.take(first), nodes.take(first), nodes.take(bounds[1:] - 1)
-        # All children of a parent are dead if none is missing between, and those next to them are others'. The last
-        # node of all is followed by the root.
+        # All children of a parent are closed if no number is missing among them and the nodes before and after them
+        # have other parents. After the last node of all comes the root.
         is_shut = (num_closed == high - low + 1) & (above > 0)
         is_shut &= (parents.take(low - 1) != above) & (parents.take(high + 1, mode="wrap") != above)
         is_shut[first.searchsorted(np.flatnonzero(kinds != IS_CLOSED), side="right") - 1] = False
@@ -179,7 +179,7 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
 def _joined(
     nodes: np.ndarray, kinds: np.ndarray, others: np.ndarray, of_others: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes [n], ascending, and what is closed at each [n], of two such pairs that may have nodes in common."""
+    """Merge two lists of nodes, ascending, with the bits of what is closed at each; common nodes get both bits."""
     places, is_known = _places_among(nodes, others)
     kinds[places.compress(is_known)] |= of_others.compress(is_known)
     places, is_new = places.compress(~is_known), ~is_known
@@ -187,6 +187,6 @@ def _joined(
 
 
 def _places_among(nodes: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n] where some nodes come among others, both ascending; [n] whether they are among these."""
+    """[n] the places of some nodes among others, both ascending, and [n] whether they are among these."""
     places = nodes.searchsorted(some)
     return places, np.append(nodes, nodes.dtype.type(-1)).take(places) == some

@@ -1,7 +1,7 @@
-"""The catalogs of one engine as its scheduler sees them: who uses which, and what workers must do about it.
+"""The catalogs of one engine as its scheduler sees them: which searches use them, and what workers load and forget.
 
-A set that comes with a request waits on the host, in the bytes that came. It goes to the devices with the step that
-admits its search. There all that comes with requests has a room of so many bytes.
+A set of items that comes with a request waits on the host, as bytes. It goes to the devices with the step that admits
+its search. On each device, all tables of requests together may take `request_tables_bytes`.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
     from vllm_trie.trie.hypotheses import HypothesisTrie
 
 NO_TOKEN = -1
-MOST_IDLE = 32  # sets of requests that workers keep while no search runs along them
+MOST_IDLE = 32  # sets of requests that workers keep although no running search uses them
 NO_LISTS: Mapping[str, str] = {}
 
 Held = TypeVar("Held", bound=HeldTable)
 
-LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
-LOAD_ITEM_LIST = "load_item_list"  # what the engine does alone
+LOAD_CATALOG = "load_catalog"  # a method of the workers, after which the engine loads the catalog, too
+LOAD_ITEM_LIST = "load_item_list"  # handled by the engine only
 
 
 @wraps_vllm("collective_rpc", "vllm.v1.engine.core:EngineCore")
 def engine_loads_catalogs(
     original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """The scheduler knows what its workers are told to load.
+    """Load a catalog or list into the scheduler as well as into the workers.
 
-    A name stands for a new version once all workers have it, and for the old one if any of them has not.
+    A name stands for the new version once all workers have it; if any fails, it stands for the old one.
     """
     if method not in (LOAD_CATALOG, LOAD_ITEM_LIST):
         return original(self, method, *args, **kwargs)
     catalogs, asked = self.scheduler.catalogs, arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
     name, path, digest = asked
-    differs = f"{path} is not the same to all who load it; write a new file, and load that"
+    differs = f"{path} is not the same file for all processes; write a new file, and load that"
     if method == LOAD_ITEM_LIST:
         ids = read_item_list(path)
         if item_list_digest(ids) != digest:
@@ -81,7 +81,7 @@ def engine_loads_catalogs(
 
 
 def num_engine_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: int) -> int:
-    """How many beams can live along a catalog, at most `beam_width`: no two of a group are alike.
+    """How many different beams a catalog allows, at most `beam_width`.
 
     Args:
         num_items: Of the catalog.
@@ -89,56 +89,56 @@ def num_engine_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: in
     """
     if beam.catalog_after is not None:
         return beam.beam_width
-    exponent = min(beam.catalog_items, beam.beam_width.bit_length())  # with which 2 exceeds beam_width
+    exponent = min(beam.catalog_items, beam.beam_width.bit_length())  # 2 to this power exceeds beam_width
     num_hypotheses = num_items**exponent * (num_stop_tokens if beam.catalog_stop else 1)
     return min(beam.beam_width, num_hypotheses * beam.num_beam_groups)
 
 
 class CatalogCounts(NamedTuple):
-    """What workers hold."""
+    """The catalogs that workers hold."""
 
     items: int
     bytes: int  # on each device
-    loads: int  # of named ones, so far
+    loads: int  # of files, so far
 
 
 class NoGroupCatalog:
-    """What a search without a catalog has in its place."""
+    """The interface of a search to its catalog, for a search without one."""
 
     constraints: tuple[ItemConstraint, ...] = ()
     brings: Mapping[Hashable, int] = {}
-    excludes: str | None = None  # the digest of what is closed to it
-    refusal: str | None = None  # why the search cannot go along this version
+    excludes: str | None = None  # the digest of its `Exclusion`
+    refusal: str | None = None  # why this version of the catalog does not allow the search
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
 
     def num_beams(self, num_stop_tokens: int) -> int:
-        """How many beams can live."""
+        """How many different beams there can be."""
         return self.params.beam_width
 
     def num_ending(self, num_beams: int, num_stop_tokens: int) -> int | None:
-        """See `SearchRules`, of so many beams."""
+        """`SearchRules.num_ending` of a search with so many beams."""
         return None
 
     def items_of(self, trie: HypothesisTrie, stop_token_ids: frozenset[int]) -> ItemsOf | None:
-        """Which items the hypotheses in a trie are, if each item counts once."""
+        """A function from leaves of a trie to their items, if each item counts once."""
         return None
 
     def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
-        """What to say of hypotheses besides, all tokens of each given."""
+        """What the catalog adds to the answer, for hypotheses given by all their tokens."""
         return {}
 
     def release(self) -> None:
-        """The search is over."""
+        """Release the catalog at the end of the search."""
 
 
 class GroupCatalogUse(NoGroupCatalog):
-    """The catalog along which one search goes: the version that it began with.
+    """The version of a catalog that one search uses from beginning to end.
 
     Args:
-        brings: By digest, the bytes that it takes on each device if it came with the request.
-        excludes: The digest of what is closed to it.
+        brings: By digest, the bytes on each device of tables that came with the request.
+        excludes: The digest of its `Exclusion`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class GroupCatalogUse(NoGroupCatalog):
         self.constraints = (self.rules,)
         self.brings, self.excludes = brings, excludes
         if excludes is not None and (why := why_nothing_is_excluded(catalog, params.catalog_items)):
-            self.refusal = f"goes along a version of its catalog for which {why}"
+            self.refusal = f"cannot use this version of its catalog: {why}"
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
@@ -166,7 +166,7 @@ class GroupCatalogUse(NoGroupCatalog):
     def num_ending(self, num_beams: int, num_stop_tokens: int) -> int | None:
         if not self.params.catalog_unique:
             return None
-        from vllm_trie.engine.unique_catalog_items import num_engine_ending_along  # which few searches need
+        from vllm_trie.engine.unique_catalog_items import num_engine_ending_along  # here: few searches need it
 
         return num_engine_ending_along(self.params, self._catalog, num_beams, num_stop_tokens)
 
@@ -181,7 +181,7 @@ class GroupCatalogUse(NoGroupCatalog):
         return {"item_ids": self.item_ids(stop_token_ids, sequences).tolist()}
 
     def item_ids(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> np.ndarray:
-        """[n] the items of hypotheses, all tokens of each given; [n, items] where each has several; -1 for no item."""
+        """[n] the items of hypotheses given by all their tokens; [n, items] if each has several; -1 for no item."""
         if (after := self.rules.after) is not None:
             sequences = [tokens[tokens.index(after) + 1 :] if after in tokens else [] for tokens in sequences]
         if not self.rules.ends_with_stop:
@@ -189,7 +189,7 @@ class GroupCatalogUse(NoGroupCatalog):
         found = self._found(
             [tokens[:-1] if tokens and tokens[-1] in stop_token_ids else tokens for tokens in sequences]
         )
-        # At max_tokens items need no stop, and their own last token may be one.
+        # At max_tokens items need no stop token, and the last token of an item may be one.
         is_whole = (found == catalog_files.NO_ITEM).any(axis=tuple(range(1, found.ndim)))
         found[is_whole] = self._found([sequences[row] for row in np.flatnonzero(is_whole)])
         return found
@@ -199,7 +199,7 @@ class GroupCatalogUse(NoGroupCatalog):
             self._store.release(digest)
 
     def _found(self, items: Sequence[list[int]]) -> np.ndarray:
-        """[n] ids of items, or [n, items] where several come one after the other; -1 where there is none."""
+        """[n] ids of items, or [n, items] if a hypothesis has several; -1 for none."""
         columns = np.array([*zip_longest(*items, fillvalue=NO_TOKEN)], np.int32)
         padded = columns.reshape(max(map(len, items), default=0), len(items)).T
         count = self.rules.num_items
@@ -207,46 +207,46 @@ class GroupCatalogUse(NoGroupCatalog):
 
 
 class EngineCatalogs(CatalogStore):
-    """Which catalogs there are, who uses them, and which of them workers hold.
+    """All catalogs of an engine, the searches that use them, and which of them workers hold.
 
-    What no search uses, and no name stands for, leaves the workers with the next step. Sets that came with requests
+    In the next step workers forget catalogs that no search uses and no name stands for. Sets that came with requests
     stay as long as there is room.
 
     Args:
-        paths: Files, by name.
-        room: Bytes on each device for what comes with requests: `request_tables_bytes`.
-        lists: Files of items that requests may exclude, likewise.
+        paths: Files of catalogs, by name.
+        room: Bytes on each device for the tables of requests: `request_tables_bytes`.
+        lists: Files of items that requests may exclude, by name.
     """
 
     def __init__(self, paths: Mapping[str, str], room: int, lists: Mapping[str, str] = NO_LISTS) -> None:
         self._room = room
         self.lists = {name: read_item_list(path) for name, path in lists.items()}  # ids, ascending
         self._held = set[str]()  # digests of what workers hold
-        self._sets = dict[str, None]()  # of these, those that came with requests; what was needed last is at the end
-        self._users: Counter[str] = Counter()  # searches, those that wait among them
+        self._sets = dict[str, None]()  # those of them that came with requests, the most recently needed last
+        self._users: Counter[str] = Counter()  # searches by digest, waiting ones included
         self.changes: CatalogChanges | None = None  # what workers must do before the next step, if anything
         self._num_loads = 0
-        self.has_news = False  # since `counts`
+        self.has_news = False  # whether anything changed since `counts`
         super().__init__({name: catalog_files.Catalog.open(path) for name, path in paths.items()})
 
     def counts(self) -> CatalogCounts:
-        """What workers hold now, as it was reported."""
+        """What workers hold now; clears `has_news`."""
         self.has_news, catalogs = False, [self.by_digest[digest] for digest in self._held]
         num_bytes = sum(catalog.num_bytes_on_device for catalog in catalogs)
         return CatalogCounts(sum(catalog.num_items for catalog in catalogs), num_bytes, self._num_loads)
 
     def name(self, name: str, catalog: Catalog) -> None:
-        """Let a name stand for what the workers have loaded."""
+        """Let a name stand for a catalog that the workers have loaded."""
         self._num_loads += 1
         super().name(name, catalog)
 
     def take_back(self, digest: str) -> None:
-        """Some workers may have loaded this, and others not: let them forget it, unless all of them have it anyway."""
+        """After a failed load: let workers forget a catalog, unless all of them had it before."""
         if digest not in self._held:
             self._to_change().gone[digest] = False
 
     def use(self, params: BeamParams, ticket: GroupTicketMessage) -> NoGroupCatalog:
-        """What a new search goes along: a name's present catalog, what came with its request, or none."""
+        """The catalog of a new search: a name's present version, the set that came with its request, or none."""
         if ticket.item_set is not None:
             catalog = self._once(catalog_files.Catalog.from_bytes(ticket.item_set, checks=False))
             brings: dict[Hashable, int] = {catalog.digest: catalog.num_bytes_on_device}
@@ -263,11 +263,11 @@ class EngineCatalogs(CatalogStore):
         return GroupCatalogUse(params, catalog, self, brings, exclusion.digest)
 
     def _once(self, table: Held) -> Held:
-        """This, or what is equal to it: the bytes of equal sets are held once."""
+        """This table, or an equal one that is known: equal tables are held once."""
         return cast(Held, self.by_digest.setdefault(table.digest, table))
 
     def _exclusion(self, params: BeamParams, ticket: GroupTicketMessage, catalog: Catalog) -> Exclusion | None:
-        """What a new search must not come to, by the present version of the list that it names, if it does."""
+        """What a new search excludes: its own items, and the present version of the list that it names."""
         listed = None if params.exclude_list is None else self.lists[params.exclude_list]
         sent = None if ticket.exclusion is None else SentExclusion(**ticket.exclusion)
         if sent is None and listed is None:
@@ -282,21 +282,21 @@ class EngineCatalogs(CatalogStore):
         return Exclusion.of(catalog, ids)
 
     def release(self, digest: str) -> None:
-        """A search is over."""
+        """Count a search less for this table, and drop the table if nothing needs it."""
         self._users[digest] -= 1
         self.drop_unused(digest)
 
     @property
     def room(self) -> int:
-        """Bytes on each device for what comes with requests."""
+        """Bytes on each device for tables of requests."""
         return self._room
 
     def has_room(self, brought: Mapping[Hashable, int]) -> bool:
-        """Whether all that searches bring fits on a device: bytes by what it is, equal things once."""
+        """Whether these tables of requests, sizes in bytes by key, fit on a device together."""
         return self._num_bytes(brought) <= self._room
 
     def load(self, brought: Mapping[Hashable, int]) -> None:
-        """Let workers have the sets among what running searches bring, from the next step on, instead of idle ones."""
+        """Let workers load the sets of running searches with the next step, in place of idle ones if necessary."""
         needed = [key for key in brought if isinstance(key, str)]
         for digest in needed:
             if digest in self._sets or digest not in self._held:
@@ -314,7 +314,7 @@ class EngineCatalogs(CatalogStore):
                 self._held.add(digest)
                 self.has_news = True
                 changes = self._to_change()
-                if not changes.gone.pop(digest, False):  # else all workers have it still
+                if not changes.gone.pop(digest, False):  # else all workers still have it
                     table = self.by_digest[digest]
                     if isinstance(table, Exclusion):
                         changes.closed[digest] = table.nodes
@@ -322,7 +322,7 @@ class EngineCatalogs(CatalogStore):
                         changes.new[digest] = cast("Catalog", table).to_bytes()
 
     def take_changes(self) -> CatalogChanges:
-        """What workers must do before the next step; they do it."""
+        """Take the changes that workers make before the next step."""
         changes, self.changes = self._to_change(), None
         return changes
 
@@ -331,9 +331,9 @@ class EngineCatalogs(CatalogStore):
         return self.changes
 
     def add(self, catalog: Catalog) -> None:
-        """Know what workers have loaded for a name."""
+        """Record a catalog that workers have loaded for a name."""
         super().add(catalog)
-        if self.lists:  # which are looked up where searches begin
+        if self.lists:  # searches look them up when they begin
             catalog.index_ids()
         self._held.add(catalog.digest)
         self._sets.pop(catalog.digest, None)
@@ -351,18 +351,18 @@ class EngineCatalogs(CatalogStore):
         return bool(self._users[digest]) or digest in self._sets or super().is_needed(digest)
 
     def check_invariants(self, brought: Mapping[Hashable, int]) -> None:
-        """Raise AssertionError unless workers hold the sets of running searches, and no more than there is room for."""
+        """Raise AssertionError unless workers hold the sets of running searches, within the room."""
         assert {key for key in brought if isinstance(key, str)} <= self._held, "a search runs without its set"
         assert self._sets.keys() <= self._held <= self.by_digest.keys()
         idle: dict[Hashable, int] = {digest: self.by_digest[digest].num_bytes_on_device for digest in self._sets}
         assert self._num_bytes({**idle, **brought}) <= self._room, "what requests bring takes more than its room"
 
     def _num_bytes(self, brought: Mapping[Hashable, int]) -> int:
-        """Without what workers hold anyway, as a name stands for it, or did."""
+        """Their bytes, without those of catalogs that workers hold for a name."""
         return sum(size for key, size in brought.items() if key in self._sets or key not in self._held)
 
     def _unload(self, digest: str) -> None:
-        """Let workers forget a set. Searches along it that wait have it loaded again."""
+        """Let workers forget a set; if waiting searches use it, it is loaded again when they are admitted."""
         del self._sets[digest]
         if not self.drop_unused(digest):
             self._forget(digest)

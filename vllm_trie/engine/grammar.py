@@ -1,8 +1,8 @@
-"""Grammars of beam groups: a matcher per row, which forks where its beam does, and the masks of all rows at once.
+"""Grammars of beam groups: a matcher per row, which forks with its beam, and the masks of all rows at once.
 
-A matcher is vLLM's `StructuredOutputGrammar`. Those of xgrammar and guidance can be copied with the state they are in.
-A request for another backend is refused in the front end; but an engine has one backend, that of its first request with
-structured outputs, whatever later ones were checked for.
+A matcher is vLLM's `StructuredOutputGrammar`. Those of xgrammar and guidance can be copied together with their state.
+The front end refuses requests for other backends. But an engine has one backend, that of its first request with
+structured outputs, so the scheduler checks again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class GrammarError(ValueError):
-    """What a backend's masks allow, its matcher refuses: a fault of the backend."""
+    """A backend's matcher refuses a token that its mask allowed: a fault of the backend."""
 
 
 def why_no_group_grammar(compiled: StructuredOutputGrammar | Exception) -> str | None:
-    """Why no search can go along what vLLM has made of a request's `structured_outputs`, if so."""
+    """Why a search cannot use the grammar that vLLM compiled for a request; None if it can."""
     if isinstance(compiled, Exception):
         return f"structured_outputs cannot be compiled: {compiled}"
     if isinstance(compiled, XgrammarGrammar) or _is_guidance_group_grammar(compiled):
@@ -45,16 +45,16 @@ def why_no_group_grammar(compiled: StructuredOutputGrammar | Exception) -> str |
 
 
 def _is_guidance_group_grammar(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]:
-    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # here: most engines never need it
 
     return isinstance(grammar, GuidanceGrammar)
 
 
 class GroupGrammar:
-    """What each row of one group has matched of the group's grammar.
+    """The state of each row of a group in the group's grammar.
 
     Args:
-        request: vLLM's, which has the grammar once it is compiled. Its own matcher stays at the beginning.
+        request: Has the grammar once vLLM has compiled it. That matcher is never advanced, only copied.
         num_seen: See `GrammarConstraint`.
     """
 
@@ -69,7 +69,7 @@ class GroupGrammar:
 
     @property
     def rows(self) -> list[StructuredOutputGrammar | None]:
-        """By row; None for one that has no beam."""
+        """The matcher of each row; None for a row without a beam."""
         if self._rows is None:
             grammar = self._request.grammar
             assert isinstance(grammar, StructuredOutputGrammar), "no step is scheduled before the grammar is compiled"
@@ -80,12 +80,12 @@ class GroupGrammar:
         """Follow one step of the search.
 
         Args:
-            parents: [b] by row, the row whose beam it continues.
-            tokens: [b] by row, what it continues it with.
-            scores: [b] by row; -inf where there is no beam.
+            parents: [b] for each row, the row whose beam it continues.
+            tokens: [b] for each row, its new token.
+            scores: [b] for each row; -inf if it has no beam.
 
         Raises:
-            GrammarError: the grammar does not take a token that its mask allowed.
+            GrammarError: the grammar refuses a token that its mask allowed.
         """
         before = self.rows
         of_rows = enumerate(zip(parents.tolist(), tokens.tolist(), scores.tolist(), strict=True))
@@ -95,15 +95,15 @@ class GroupGrammar:
         for row, parent, token in children:
             matcher = before[parent]
             assert matcher is not None, f"row {row} continues row {parent}, which has no beam"
-            # The last child need not leave its parent's own matcher to anybody.
+            # The last child of a parent takes over the parent's matcher.
             after[row] = matcher = matcher if last_child[parent] == row else _fork_group_grammar(matcher)
             if not matcher.accept_tokens("", [token]):
-                raise GrammarError(f"the grammar of structured_outputs does not take token {token}, which it allowed")
+                raise GrammarError(f"the grammar of structured_outputs refuses token {token}, which it allowed")
         self._rows = after
 
 
 def group_grammar_of(request: Request, params: BeamParams) -> GroupGrammar | None:
-    """Those of a group whose request this is, if it has a grammar."""
+    """The matchers of a group, if its request has a grammar."""
     if request.structured_output_request is None:
         return None
     return GroupGrammar(
@@ -119,7 +119,7 @@ def _fork_group_grammar(grammar: StructuredOutputGrammar) -> StructuredOutputGra
 
 
 def fill_group_grammar_masks(backend: StructuredOutputBackend, groups: Mapping[str, GroupGrammar]) -> RowMasks:
-    """Which tokens may come next in each row of these groups, by id. A row without a beam may take any."""
+    """Masks of the tokens that may come next in each row of these groups. A row without a beam may take any."""
     places, matchers = {}, list[StructuredOutputGrammar | None]()
     for group_id, of_group in groups.items():
         places[group_id] = slice(len(matchers), len(matchers) + len(of_group.rows))
@@ -130,7 +130,7 @@ def fill_group_grammar_masks(backend: StructuredOutputBackend, groups: Mapping[s
     for row, matcher in enumerate(matchers):
         if matcher is None:
             continue
-        if matcher.is_terminated():  # the grammar is over, although the hypothesis did not finish: nothing follows
+        if matcher.is_terminated():  # the grammar is complete but the hypothesis has not finished: nothing may follow
             bits[row] = 0
         elif isinstance(matcher, XgrammarGrammar):
             together.append((row, matcher.matcher))

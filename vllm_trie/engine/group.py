@@ -1,4 +1,4 @@
-"""One search as the scheduler sees it: what it asks for, which hypotheses live, which are finished, when it is over."""
+"""One search as the scheduler sees it: its plan, its running and finished hypotheses, and when it is over."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """What one request asks of its search, whatever is found: what ends hypotheses, and how steps select.
+    """The fixed parameters of one search: what ends hypotheses, and how steps select.
 
     Args:
         request_id: The request that stands for the group in vLLM's scheduler.
         params: Its beam options.
-        num_outputs: For which it asks.
-        caller: What its user calls beam search.
-        search: How the worker selects, in any step.
-        stop_token_ids: That end a hypothesis, EOS among them, unless it is ignored.
-        eos_token_id: The one of them that is no stop reason; None if EOS is ignored.
+        num_outputs: Outputs that the request asks for.
+        caller: The user's name for beam search.
+        search: How the worker selects, in all steps.
+        stop_token_ids: The tokens that end a hypothesis, including EOS unless it is ignored.
+        eos_token_id: The stop token that is not reported as a stop reason; None if EOS is ignored.
         min_length: Generated tokens that a hypothesis must have before it may stop.
         max_length: Generated tokens at which it ends in any case.
-        catalog: Along which beams go, if there is one.
-        new_pool: Makes the place where finished hypotheses compete, told which item each is where each counts once.
-        prompt_length: Tokens of its prompt.
-        uncounted_eos: An ignored EOS, where running beams are compared by the scores that they would have in the end,
-            which leave it uncounted: so does `LLM.beam_search` of vLLM 0.32, and not its server.
-        seed: Decides what is drawn, if anything is.
-        num_draws: Steps, the first ones, in which something is.
+        catalog: The catalog that beams follow, if any.
+        new_pool: Makes the pool in which finished hypotheses compete; takes their items if each item counts once.
+        prompt_length: Tokens of the prompt.
+        uncounted_eos: An ignored EOS that final scores do not count, where running beams compete by final scores: in
+            `LLM.beam_search` of vLLM 0.32, but not in its server.
+        seed: Of sampling, if the search samples.
+        num_draws: The number of first steps that sample.
     """
 
     request_id: str
@@ -79,22 +79,22 @@ class GroupPlan:
 
     @property
     def width(self) -> int:
-        """Beams side by side: `beam_width`, or where fewer can live as many."""
+        """Beams of the search: `beam_width`, or fewer if a catalog does not allow as many."""
         return self.search.width
 
     @property
     def num_hypotheses(self) -> int:
-        """How many are returned, if there are as many."""
+        """The most hypotheses that are returned."""
         return self.width if self.params.compact else self.num_outputs
 
     @cached_property
     def brings(self) -> Mapping[Hashable, int]:
-        """What came with the request, and lies on each device while it runs: bytes by what equal things have equal."""
+        """The tables of the request on each device while it runs: bytes by key, where equal tables have equal keys."""
         sizes = {key: key.num_bytes for key in self.search.constraints}
         return {**self.catalog.brings, **{key: size for key, size in sizes.items() if size}}
 
     def phase(self, length: int, pool: SearchPool) -> SearchPhase:
-        """What is particular about the step that makes beams this long."""
+        """The parameters of the step after which beams have `length` tokens."""
         may_stop, widths, width = length > self.min_length, self.params.beam_widths, self.search.width
         num_beams = widths[min(length, len(widths)) - 1] if widths else width
         return SearchPhase(
@@ -102,14 +102,14 @@ class GroupPlan:
             # The published code does not look for EOS in the first step.
             looks_for_stops=not (self.params.semantics == "tridecode" and length == 1 and may_stop),
             is_last=length == self.max_length,
-            num_beams=num_beams if num_beams < width else None,  # else as many as there are rows
+            num_beams=num_beams if num_beams < width else None,  # else one per row
             samples_rows=length <= self.params.sample_first,
             done=pool.done,
             eos_score_factor=None if self.uncounted_eos is None else self._eos_score_factor(length),
         )
 
     def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
-        """By what factor the score of a beam that goes on after an ignored EOS differs."""
+        """The ignored EOS, and the factor by which it changes the score of a beam that goes on after it."""
         assert self.uncounted_eos is not None
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
@@ -117,18 +117,18 @@ class GroupPlan:
 
 
 class BeamGroupForests:
-    """When the next step of a search may be several: of one that does not speculate."""
+    """When a search may take several steps at once; this base class, for searches that do not speculate, says never."""
 
     def __init__(self) -> None:
-        self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
-        self.first_length = math.inf  # of beams from which the next step may be several
+        self.drafted_length = 0  # generated tokens of every beam that the draft model, if any, has computed
+        self.first_length = math.inf  # generated tokens from which on the next step may be several
 
     def restart(self) -> None:
-        """The search begins anew."""
+        """Begin again, as the search does."""
         self.drafted_length = 0
 
     def report(self, counts: GroupCounts) -> dict[str, Any]:
-        """What the answer says of them."""
+        """What the answer reports about speculation."""
         return {}
 
 
@@ -136,89 +136,89 @@ class BeamGroup:
     """The search of one request.
 
     Args:
-        plan: What is asked for.
-        matchers: What its rows have matched of its grammar, if it has one.
-        streams: Whether its one answer is sent as far as it is known, by `next_part`.
+        plan: Its parameters.
+        matchers: The state of its rows in its grammar, if it has one.
+        streams: Whether its only answer is streamed, by `next_part`.
     """
 
     def __init__(self, plan: GroupPlan, matchers: GroupGrammar | None, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
         self.stream = EngineAnswerStream(plan.search.num_logprobs is not None) if streams else None
-        self.forests = BeamGroupForests()  # others, where it speculates
+        self.forests = BeamGroupForests()  # replaced if it speculates
         self.counts = GroupCounts()
-        self.num_pending = 0  # steps that are scheduled and whose results are not in yet
-        self.num_rows = 1 if plan.params.memory_mode else plan.width  # that it keeps from step to step of the engine
+        self.num_pending = 0  # scheduled steps without results yet
+        self.num_rows = 1 if plan.params.memory_mode else plan.width  # rows that it keeps between engine steps
         self.restart()
 
     @property
     def waits(self) -> bool:
-        """Whether results must be in before a step is scheduled.
+        """Whether the next step cannot be scheduled before pending results are in.
 
-        A forest makes histories longer by what it holds, and what is done of group beam search the others go by.
+        A forest adds a varying number of tokens, and in group beam search other groups depend on which are done.
         """
         if self.num_pending == 0:
             return False
         if self.plan.params.num_beam_groups > 1:
-            search = self.plan.search  # without stops, and without items, none is done before the end
+            search = self.plan.search  # without stops and items no group is done before the end
             return bool(search.stops.token_ids or search.stops.strings or search.items)
         return self.planned_length >= self.forests.first_length
 
     @property
     def planned_length(self) -> int:
-        """Tokens that every running beam has generated once all that is scheduled is done, if the search goes on."""
+        """Generated tokens of every running beam after all scheduled steps, if the search goes on."""
         return self.length + self.num_pending
 
     @property
     def num_steps_left(self) -> int:
-        """Steps until the length is reached."""
+        """Steps until `max_length` is reached."""
         return self.plan.max_length - self.length
 
     def restart(self) -> None:
-        """Forget the search; it will find the same again from the prompt."""
+        """Begin again from the prompt; the search will find the same again."""
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = trie = _new_group_trie(self.plan.params.trace)
-        self.traced = cast("TracedTrie", trie) if self.plan.params.trace else None  # remembers the search
+        self.traced = cast("TracedTrie", trie) if self.plan.params.trace else None  # records the search
         self.pool = self.plan.new_pool(self.plan.catalog.items_of(trie, self.plan.stop_token_ids))
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.search.constraints)
-        self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
+        self._rank_scores: np.ndarray | None = None  # by which rows compete, if not by their sums of log-probabilities
         self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
-        self.num_common = 0  # generated tokens that all rows have in common: one computes them before it fans out again
-        self._are_rows_lost = False  # once, ever
+        self.num_common = 0  # generated tokens common to all rows, computed as one row before the group fans out again
+        self._are_rows_lost = False  # stays True after a preemption
         self.forests.restart()
         for part in (self.matchers, self.stream):
             if part is not None:
                 part.restart()
 
     def preempt(self) -> None:
-        """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
+        """Keep the search although the rows' KV is lost: it resumes from the tokens that all rows have in common."""
         if self.length > 0:
             num_common = num_equal_trie_columns(self.hypotheses.ancestors())
             self.num_common = self.forests.drafted_length = min(num_common, self.length - 1)
             self._are_rows_lost = True
 
     def paths_to_fan_out(self) -> np.ndarray:
-        """[rows, n] for each row a key per token to compute after it fans out; where keys are equal, histories are."""
+        """[rows, n] per row, a key per token to compute after the group fans out; equal keys mean equal histories."""
         if self.length == 0:
             return np.arange(self.num_rows)[:, None]
         return self.hypotheses.ancestors(self.num_common)
 
     def history(self, row: int) -> list[int]:
-        """The tokens that a row has generated."""
+        """The generated tokens of a row."""
         (tokens,) = self.hypotheses.tokens([~row])
         return tokens
 
     def resumed(self) -> Resumed | None:
-        """What the worker must know to fan out a group that was preempted."""
+        """The state that the worker needs to fan out a group that was preempted; None if it was not."""
         if not self._are_rows_lost:
             return None
         return Resumed(self.hypotheses.histories(), self.hypotheses.row_scores(), self._rank_scores)
 
     def next_phase(self, ahead: int = 0) -> SearchPhase:
-        """What is particular about the next step to be scheduled, or that `ahead` steps later."""
+        """The parameters of the next step to be scheduled, or of the one `ahead` steps later."""
         return self.plan.phase(self.planned_length + 1 + ahead, self.pool)
 
     def next_draw(self) -> tuple[int, int] | None:
-        """What decides the draws of the next step to be scheduled, if there are any."""
+        """Seed and step for the next step to be scheduled, if it samples."""
         length = self.planned_length + 1
         return (self.plan.seed, length) if length <= self.plan.num_draws else None
 
@@ -226,7 +226,7 @@ class BeamGroup:
         """Replay what the worker decided in one step. Returns whether the search is over.
 
         Raises:
-            GrammarError: a row took a token that its grammar does not take.
+            GrammarError: the grammar refuses a row's token.
         """
         self.length += 1
         trie, rank_scores = self.hypotheses, step.rank_scores
@@ -247,13 +247,13 @@ class BeamGroup:
         return False
 
     def count_forward(self, decided: DecidedMessage, num_steps: int, is_prompt: bool, of_all: GroupCounts) -> None:
-        """Add what one forward of the target came to.
+        """Count one forward pass of the target model.
 
         Args:
-            decided: In it.
-            num_steps: So many of its steps, the first ones, were replayed.
+            decided: What was decided in it.
+            num_steps: How many of its steps, from the first on, were replayed.
             is_prompt: It led to the first beams.
-            of_all: What all groups took, to which it is added as well.
+            of_all: The counts of all groups, to which it is added as well.
         """
         num_beams, num_accepted = 0, sum(decided.drafted.num_accepted[:num_steps])
         for step in decided.steps[:num_steps]:
@@ -267,7 +267,7 @@ class BeamGroup:
             counts.beams += num_beams
 
     def _finish(self, step: SearchStepResult) -> EndedSearchHypotheses:
-        """Take in the hypotheses that end in one step."""
+        """Add the hypotheses that end in one step to the trie."""
         finished, rank_scores = step.finished, step.rank_scores
         reports = _group_token_reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
@@ -282,13 +282,13 @@ class BeamGroup:
         return ended.some(finishes)
 
     def next_part(self) -> EngineAnswerPart | None:
-        """What is new, if anything, of what the answer begins with whatever comes.
+        """The next tokens of the answer that are certain, if any.
 
-        That is what all running beams and the best finished hypothesis have in common; once no beam can beat that
-        hypothesis, all of it but its end.
+        Certain is what all running beams and the best finished hypothesis have in common; once no beam can beat that
+        hypothesis, all of it except its last token.
 
         Raises:
-            AnswerChangedError: something else was sent before a preemption.
+            AnswerChangedError: other tokens were sent before a preemption.
         """
         stream, trie = self.stream, self.hypotheses
         assert stream is not None
@@ -304,15 +304,15 @@ class BeamGroup:
         return stream.extend(trie, trie.deepest_common(stream.length, np.flatnonzero(scores > -np.inf), best))
 
     def _rows(self, parents: np.ndarray) -> np.ndarray:
-        """The rows that continuations have as parents: of the prompt there is one, whichever group continues it."""
+        """The parent rows of continuations; in the first step the prompt's only row, for all groups of beams."""
         return parents if self.length > 1 else np.zeros_like(parents)
 
     def best(self, count: int) -> GroupHypotheses:
-        """The best `count` finished hypotheses, best first; fewer if there are fewer."""
+        """The best `count` finished hypotheses, best first, or all if there are fewer."""
         return self._found(self.pool.best(count))
 
     def best_so_far(self, count: int) -> GroupHypotheses:
-        """The best `count` hypotheses if the search ends here, best first, with beams that go on among them."""
+        """The best `count` hypotheses if the search ends now, best first, including running beams."""
         trie = self.hypotheses
         if self.length == 0 or (self.stream is not None and self.stream.is_decided):
             return self.best(count)
@@ -322,15 +322,15 @@ class BeamGroup:
         return self._found(self.pool.best_so_far(count, running, self.length))
 
     def unsent(self, best: GroupHypotheses) -> GroupHypotheses:
-        """Of these, in a stream, what is not sent yet.
+        """The unsent rest of these hypotheses in a stream, otherwise all of them.
 
         Raises:
-            AnswerChangedError: something else was sent before a preemption.
+            AnswerChangedError: other tokens were sent before a preemption.
         """
         return best if self.stream is None else self.stream.rest(best)
 
     def unsent_so_far(self, best: GroupHypotheses) -> GroupHypotheses:
-        """Of these, which `best_so_far` returned, in a stream what is not sent yet."""
+        """The unsent rest of what `best_so_far` returned in a stream, otherwise all of it."""
         return best if self.stream is None else self.stream.rest_so_far(best)
 
     def check_invariants(self) -> None:
@@ -361,7 +361,7 @@ def _group_token_reports(
     own: SearchTokenLogprobs[np.ndarray] | None,
     top_logprobs: SearchTopLogprobs[np.ndarray] | None,
 ) -> Notes:
-    """What is returned of the newest token of each: `GroupTokenReports`, where there are log-probabilities."""
+    """`GroupTokenReports` of the newest tokens; empty if log-probabilities are not returned."""
     if own is None or top_logprobs is None:
         return ()
     token_ids = np.column_stack([tokens, top_logprobs.tokens[parents]])
@@ -371,9 +371,9 @@ def _group_token_reports(
 
 
 def _new_group_trie(is_traced: bool) -> HypothesisTrie:
-    """The hypotheses of a search that begins."""
+    """The empty trie of a new search."""
     if not is_traced:
         return HypothesisTrie()
-    from vllm_trie.trie.traced import TracedTrie  # which few searches need
+    from vllm_trie.trie.traced import TracedTrie  # here: few searches need it
 
     return TracedTrie()

@@ -1,7 +1,7 @@
-"""KV blocks of requests that have ended, kept for those that go on from them: the steps of a search by steps.
+"""Holds the KV blocks of finished steps in a search by steps, for the candidates that continue them.
 
-A request that goes on refers to the full blocks, and vLLM copies the last one for it, as it does where a prefix is
-cached up to the middle of a block. Without this it would compute again what follows the last full block.
+A continuing request shares the full blocks, and vLLM copies the last one for it, as it does for a prefix that is cached
+up to the middle of a block. Otherwise it would compute the tokens after the last full block again.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Blocks = tuple[list[KVCacheBlock], ...]  # by KV cache group
 
 @dataclass
 class EngineHeldBlocks:
-    """What is kept, by the keys that front ends gave to the requests. The pool counts each block as used."""
+    """Held blocks, by the keys that front ends gave to the requests. The pool counts these blocks as used."""
 
     block_pool: BlockPool
-    _held: dict[str, tuple[list[int], Blocks]] = field(default_factory=dict)  # tokens that are computed, and blocks
+    _held: dict[str, tuple[list[int], Blocks]] = field(default_factory=dict)  # computed tokens, and blocks
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def hold(self, key: str, request: Request, blocks: Blocks) -> None:
-        """Keep the blocks of a request that has ended, as it held them."""
+        """Hold the blocks of a request that has ended."""
         self.release([key])
         self._held[key] = request.all_token_ids[: request.num_computed_tokens], blocks
 
     def blocks_for(self, key: str, request: Request, block_size: int) -> tuple[Blocks, int] | None:
-        """What a request that goes on from another finds computed: all of its prompt but the last token.
+        """The blocks of all prompt tokens but the last, for a request that continues another.
 
         Returns:
-            Blocks, the last of them partly filled or full, and the number of tokens. None where nothing is kept, or
-            something else than the request's prompt.
+            Blocks, the last one full or partly filled, and the number of tokens. None if no blocks are held under this
+            key, or blocks of other tokens than the request's prompt.
         """
         token_ids, held = self._held.get(key, ([], ()))
         count = request.num_prompt_tokens - 1
@@ -46,12 +46,12 @@ class EngineHeldBlocks:
         return tuple(blocks[: -(-count // block_size)] for blocks in held), count
 
     def release(self, keys: Iterable[str]) -> int:
-        """Give back what is kept under these keys, if there is any. Returns under how many of them there was."""
+        """Free the blocks under these keys. Returns how many of the keys had blocks."""
         released = [self._held.pop(key) for key in keys if key in self._held]
         for _, held in released:
             self.block_pool.free_blocks([*chain.from_iterable(map(reversed, held))])
         return len(released)
 
     def release_all(self) -> int:
-        """Give everything back. Returns how many requests it was of."""
+        """Free all held blocks. Returns how many keys had blocks."""
         return self.release(list(self._held))

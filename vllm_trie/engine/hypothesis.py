@@ -1,4 +1,4 @@
-"""Hypotheses as they are returned."""
+"""Hypotheses as `BeamGroup` returns them to the scheduler, which makes outputs of them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from vllm_trie.search.stopping import NO_TOKEN
 
 
 class GroupTokenReports(NamedTuple):
-    """What is returned of tokens besides: of those of hypotheses, or of all rows' newest ones."""
+    """Log-probabilities of tokens: of whole hypotheses, or of the newest token of each row."""
 
-    token_ids: np.ndarray  # [tokens, 1 + N] int32, each one's own, then the best at its place
-    logprobs: np.ndarray  # [tokens, 1 + N] float32, theirs
-    ranks: np.ndarray  # [tokens] int32, its own at its place, from 1
+    token_ids: np.ndarray  # [tokens, 1 + N] int32, the token, then the N best at its position
+    logprobs: np.ndarray  # [tokens, 1 + N] float32, of these tokens
+    ranks: np.ndarray  # [tokens] int32, the token's rank at its position, from 1
 
     def some(self, which: slice) -> GroupTokenReports:
-        """Those of some tokens."""
+        """The reports of some tokens."""
         return GroupTokenReports(self.token_ids[which], self.logprobs[which], self.ranks[which])
 
 
 @dataclass(frozen=True, eq=False)
 class GroupHypotheses:
-    """Hypotheses as a search returns them, best first: of each field one entry of each, but for `reports`."""
+    """Hypotheses as a search returns them, best first. Each field but `reports` has an entry per hypothesis."""
 
-    leaves: np.ndarray  # [n] int64, their numbers in the hypothesis trie; below 0 of beams of a search that was aborted
+    leaves: np.ndarray  # [n] int64, numbers in the hypothesis trie; < 0 for running beams of an aborted search
     token_ids: list[list[int]]
     sum_logprobs: np.ndarray  # [n] float64
-    scores: np.ndarray  # [n] float64, what they compete by
-    stopped_by: np.ndarray  # [n] int64, the stop token that one ends in; NO_TOKEN where another rule, or none, ended it
+    scores: np.ndarray  # [n] float64, by which they compete
+    stopped_by: np.ndarray  # [n] int64, the stop token at its end; NO_TOKEN if something else, or nothing, ended it
     has_ended: np.ndarray  # [n] bool, by a stop token, or with its items
-    reports: GroupTokenReports | None = None  # of the tokens of one after the other, if log-probabilities are returned
+    reports: GroupTokenReports | None = None  # of all tokens, by hypothesis, if log-probabilities are returned
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[n] int64: tokens of each."""
+        """[n] int64, the tokens of each hypothesis."""
         return np.array([*map(len, self.token_ids)], np.int64)
 
     def stop_tokens(self, unreported: int | None = None) -> list[int | None]:
-        """Of each the stop token that it ends in; None where there is none, or it is `unreported`."""
+        """The stop token at the end of each; None if there is none, or if it is `unreported`."""
         return [None if token in (NO_TOKEN, unreported) else token for token in self.stopped_by.tolist()]
 
     def first(self, count: int) -> GroupHypotheses:
-        """The best `count`, if there are as many."""
+        """The best `count` hypotheses, or all if there are fewer."""
         if len(self) <= count:
             return self
         end = sum(map(len, self.token_ids[:count]))
@@ -62,7 +62,7 @@ class GroupHypotheses:
         )
 
     def after(self, count: int, sum_logprobs: float) -> GroupHypotheses:
-        """The one that there is without its first `count` tokens, whose log-probabilities have this sum."""
+        """The only hypothesis without its first `count` tokens, whose log-probabilities sum to `sum_logprobs`."""
         (tokens,) = self.token_ids
         reports = self.reports and self.reports.some(slice(count, None))
         sums = self.sum_logprobs - sum_logprobs

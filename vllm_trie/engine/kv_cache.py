@@ -1,8 +1,7 @@
-"""KV blocks of beam groups, next to vLLM's own requests in one pool.
+"""vLLM's KV cache manager with beam groups, whose blocks come from the same pool as those of ordinary requests.
 
-Until its prefix is computed, its prompt and what its beams have in common, a group is an ordinary
-request of vLLM's KV cache manager. Then its block tries, one per KV cache group of the model, take its
-blocks over.
+Until its prefix is computed (its prompt, and after a preemption what its beams have in common), a group is an ordinary
+request of vLLM's KV cache manager. Then its block tries, one per KV cache group of the model, take over its blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from vllm_trie.engine.held_blocks import EngineHeldBlocks
 from vllm_trie.messages import ForkTicketMessage, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
-LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
-FEW_BLOCKS = 16  # are lent to any other group, however few it holds
-SHARED_SPECS = FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec  # whose layers read what all rows share once
+LOOKAHEAD_SHARE = 0.75  # the most blocks lent to a group to speculate with, as a share of those that it holds
+FEW_BLOCKS = 16  # may be lent to any group, however few it holds
+SHARED_SPECS = FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec  # layers read shared blocks once for all rows
 
 
 def most_group_lookahead_blocks(num_held: int) -> int:
@@ -38,20 +37,20 @@ def most_group_lookahead_blocks(num_held: int) -> int:
 
 @dataclass(slots=True)
 class RowUpdate:
-    """What the rows of a group got in this step."""
+    """The blocks that the rows of a group got in this step."""
 
-    rows: NewRows | None = None  # where it fans out
-    new_blocks: list[np.ndarray] | None = None  # else, at a block boundary: see `GroupStep`
+    rows: NewRows | None = None  # if it fans out
+    new_blocks: list[np.ndarray] | None = None  # otherwise, at a block boundary: see `GroupStep`
     num_shared: list[int] = field(default_factory=list)  # see `GroupStep`
 
 
 @dataclass(slots=True)
 class _GroupKVBlocks:
     prefix_length: int  # tokens that the group computes as one row
-    paths: np.ndarray  # what its rows compute after it fans out, see `BlockTrie.fan_out`
+    paths: np.ndarray  # keys of the tokens that its rows compute after it fans out, see `BlockTrie.fan_out`
     is_prefilling: bool = False
     tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
-    of_tokens: BlockTrie = field(init=False)  # of these the first one that holds tokens
+    of_tokens: BlockTrie = field(init=False)  # the first of `tries` that holds tokens
     steps: int = 0
     update: RowUpdate | None = None
     next_blocks: list[list[int]] = field(default_factory=list)  # lookahead of its rows, by KV cache group
@@ -63,14 +62,14 @@ class _GroupKVBlocks:
 
     @property
     def num_held(self) -> int:
-        """Blocks that only its rows have, what is to be reclaimed among them."""
+        """Blocks that only its rows have, including those to be reclaimed."""
         return sum(trie.num_held for trie in self.tries) + len(self.lookahead_blocks)
 
 
 class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group.
 
-    It rests, when the scheduler says so, until there are groups or held blocks.
+    The scheduler lets it rest; it wakes when there are groups or held blocks.
     """
 
     hooks = ("allocate_slots", "cache_blocks")
@@ -78,21 +77,21 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._managers: tuple[SingleTypeKVCacheManager, ...] = self.coordinator.single_type_managers
-        # By KV cache group, those of which rows hold fewer blocks than they have: of windows and recurrent states.
+        # The KV cache groups in which rows give up blocks: of windows and recurrent states.
         self._skipping = [n for n, m in enumerate(self._managers) if _manager_blocks_skipped(m, self.max_model_len)]
         self.reclaim_interval = 1
-        self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
+        self.num_lookahead_tokens = 0  # for drafts of ordinary requests, for which vLLM keeps room
         self.counts = TrieBlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupKVBlocks] = {}
-        self.num_group_blocks = 0  # that tries hold, their garbage included
+        self.num_group_blocks = 0  # held by tries, including blocks that no beam uses any more
         self.peak_group_blocks = 0
-        self._taken_blocks: list[int] | None = None  # with a KV connector alone
-        self.free_written = _free_at_once(self.block_pool)  # blocks of a request, which a step under way may write
+        self._taken_blocks: list[int] | None = None  # only with a KV connector
+        self.free_written = _free_at_once(self.block_pool)  # frees blocks of a request, which a running step may write
         self.held = EngineHeldBlocks(self.block_pool)
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks of the pool, its null block not counted."""
+        """Blocks of the pool without its null block."""
         return self.block_pool.num_gpu_blocks - 1
 
     @property
@@ -101,13 +100,13 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return next(m.block_size for m in self._managers if not isinstance(m, CrossAttentionManager))
 
     def announce(self, request: Request, paths: np.ndarray) -> int:
-        """A group will fan out once all tokens of its request are computed, now or after a preemption.
+        """Register a group, new or preempted, that will fan out once all tokens of its request are computed.
 
         Args:
-            paths: What its rows compute then, see `BlockTrie.fan_out`.
+            paths: Keys of the tokens that its rows compute then, see `BlockTrie.fan_out`.
 
         Returns:
-            How many blocks it needs to get that far.
+            How many blocks it needs until it has fanned out.
         """
         self.wake()
         self._groups[request.request_id] = group = _GroupKVBlocks(request.num_tokens, paths)
@@ -116,7 +115,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
 
     def _blocks_of_prefix(self, num_tokens: int, num_encoded: int) -> int:
-        """Of a request with so many tokens, and beside the decoder so many that an encoder makes of something else."""
+        """Blocks of a request with so many tokens in the decoder and so many encoder outputs."""
         total = 0
         for manager in self._managers:
             num_held = num_encoded if isinstance(manager, CrossAttentionManager) else num_tokens
@@ -126,9 +125,9 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return total
 
     def can_resume(self, prefix_length: int, num_tokens: int) -> bool:
-        """Whether rows of `num_tokens` tokens still hold all that comes after their common prefix.
+        """Whether rows of `num_tokens` tokens still hold all blocks after their common prefix.
 
-        If not, they would need more blocks to compute it again than they had: what left the window.
+        If not, computing them again would take more blocks than the rows had, as some have left the window.
         """
         return all(_manager_blocks_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
 
@@ -141,9 +140,9 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         assert not group.tries, f"group {request_id} closed with its blocks held"
 
     def take_update(self, request_id: str) -> RowUpdate | None:
-        """What `allocate_slots` gave to the rows of a group in this step, and how many first tokens all of them share.
+        """The blocks that `allocate_slots` gave to the rows of a group, and how many leading tokens all rows share.
 
-        Of a window's, those that have left it count as well. Of what an encoder made, all do.
+        Tokens that have left a window count as shared, and so do all encoder outputs.
         """
         group = self._groups[request_id]
         if (update := group.update) is None:
@@ -155,9 +154,9 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return update
 
     def count_blocks(self, request_id: str) -> tuple[int, int]:
-        """How many KV blocks the rows of a decoding group hold, and how many of them, the first ones, all share.
+        """How many KV blocks the rows of a decoding group hold, and how many leading blocks all of them share.
 
-        Of the first KV cache group that holds tokens; blocks that have left a window are shared, and not held.
+        In the first KV cache group that holds tokens; blocks that have left a window count as shared but not held.
         """
         trie = self._groups[request_id].of_tokens
         return trie.num_live_blocks, trie.num_common()
@@ -165,22 +164,22 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def allocate_lookahead(
         self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None
     ) -> LookaheadBlocks | None:
-        """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
+        """Lend free blocks to a group to speculate with, in the step for which `allocate_slots` has just made room.
 
-        That is no more than `most_group_lookahead_blocks` allows, the next blocks of the group's rows included, unless
-        not even one layer and the least number of drafts can be had for it.
+        They are at most `most_group_lookahead_blocks`, including the next blocks of the group's rows, unless that is
+        too few for one layer and the fewest drafts.
 
         Args:
-            num_layers: Tokens by which each row may go on.
-            drafts: How many there may be, from the fewest that are of use on.
-            most_rows: As many tail blocks as so many rows have are the most then.
+            num_layers: Tokens by which each row may grow.
+            drafts: The range of the number of drafts, from the fewest that are useful.
+            most_rows: If given, the limit is instead the tail blocks of so many rows.
 
         Returns:
-            As much of it as there is; None if the rows cannot even grow, or too few drafts can come with that.
+            As many blocks as there are, up to this; None if they do not suffice for one layer and the fewest drafts.
         """
         group = self._groups[request.request_id]
         most_blocks = most_group_lookahead_blocks(group.num_held) if most_rows is None else most_rows * len(group.tries)
-        left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
+        left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens that fit into the newest blocks
         num_free, width = self.block_pool.get_num_free_blocks(), len(group.paths)
         numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
         for most_layers in numbers:
@@ -207,12 +206,12 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return None
 
     def replay_forks(self, request_id: str, forks: list[np.ndarray], num_tokens: int) -> None:
-        """Replay the forks of one or more steps. The worker has made their copies already.
+        """Replay the forks of one or more steps. The worker has already copied the blocks.
 
         Args:
-            forks: For each step [rows] the parent of each row. Steps after the first write into lookahead blocks, and
-                what is left of these goes back.
-            num_tokens: That each row held at the first of these forks. Rows may have grown since.
+            forks: For each step [rows] the parent of each row. Steps after the first write into lookahead blocks;
+                unused ones are freed.
+            num_tokens: Tokens of each row at the first of these forks. Rows may have grown since.
         """
         group = self._groups[request_id]
         for index, parents in enumerate(forks):
@@ -229,7 +228,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             self._take_back(group)
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
-        is_bounded = any(bound is not None for bound in (*args, *kwargs.values()))  # 0.33, where other outputs are kept
+        is_bounded = any(bound is not None for bound in (*args, *kwargs.values()))  # 0.33, if other outputs are kept
         ticket = ForkTicketMessage.of(request.sampling_params) if self.held and not is_bounded else None
         if ticket is not None and ticket.parent is not None:
             found = self.held.blocks_for(ticket.parent, request, self._managers[0].block_size)
@@ -267,7 +266,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return popped if group is None else popped + self._release(request.request_id, group)[::-1]
 
     def _release(self, request_id: str, group: _GroupKVBlocks) -> list[KVCacheBlock]:
-        """Let a group have no rows any more. Returns their blocks, which are to be freed in this order."""
+        """Drop the rows of a group. Returns their blocks, to be freed in this order."""
         block_ids = group.lookahead_blocks
         for trie in group.tries:
             block_ids += trie.release()
@@ -277,29 +276,29 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return [self.block_pool.blocks[block_id] for block_id in block_ids]
 
     def has_fanned_out(self, request_id: str) -> bool:
-        """Whether a request is a group whose rows hold its blocks."""
+        """Whether a request is a group that has fanned out into rows."""
         group = self._groups.get(request_id)
         return group is not None and bool(group.tries)
 
     def record_taken_blocks(self) -> None:
-        """From now on remember which blocks rows take, until `pop_taken_blocks`."""
+        """Start to record the blocks that rows take, for `pop_taken_blocks`."""
         self._taken_blocks = []
 
     def pop_taken_blocks(self) -> list[int]:
-        """The blocks that rows have taken since the last call, whoever had them before."""
+        """The blocks that rows have taken since the last call, whoever used them before."""
         assert self._taken_blocks is not None
         taken, self._taken_blocks = self._taken_blocks, []
         return taken
 
     def leave_prompt(self, request: Request) -> list[KVCacheBlock]:
-        """Let a group that has fanned out be one row again, an ordinary request that holds its prompt alone.
+        """Turn a group that has fanned out back into an ordinary request that holds only its prompt.
 
         Returns:
-            All other blocks of its rows, which are to be freed in this order.
+            All other blocks of its rows, to be freed in this order.
         """
         request_id, group = request.request_id, self._groups[request.request_id]
         for trie, manager in zip(group.tries, self._managers, strict=True):
-            # The first row's: whatever row it continues, it begins with the prompt.
+            # All rows begin with the prompt; take it from the first.
             prompt = self._row_path(trie, 0, -(-request.num_prompt_tokens // trie.block_size))
             manager.req_to_blocks[request_id] = prompt
         kept = {block.block_id for manager in self._managers for block in manager.req_to_blocks[request_id]}
@@ -312,18 +311,18 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return {*chain.from_iterable(tables)}
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._release_held()  # what goes on from it would go on with KV of old weights
+        self._release_held()  # their KV was computed with the old weights
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _holds(self, request: Request) -> bool:
-        """Keep the blocks of a candidate that came to its delimiter, which the front end finds: so it is aborted."""
+        """Hold the blocks of a step candidate, which the front end aborts when it finds a delimiter."""
         ticket = ForkTicketMessage.of(request.sampling_params)
         if ticket is None or ticket.key is None or request.status != RequestStatus.FINISHED_ABORTED:
             return False
         is_full = all(isinstance(manager.kv_cache_spec, FullAttentionSpec) for manager in self._managers)
         is_full = is_full and len({manager.block_size for manager in self._managers}) == 1
         if not (is_full and self.enable_caching) or self.num_lookahead_tokens:
-            return False  # vLLM goes on within a block only where it caches prefixes; a draft model may lag behind
+            return False  # vLLM resumes within a block only with prefix caching; a draft model may lag behind
         blocks = tuple(manager.req_to_blocks.get(request.request_id, []) for manager in self._managers)
         self.coordinator.pop_blocks_for_free(request.request_id)
         self.wake()
@@ -333,26 +332,26 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def cache_blocks(self, request: Request, num_computed_tokens: int, **kwargs: Any) -> None:
         group = self._groups.get(request.request_id)
         if group is not None:
-            if group.tries:  # which hold the prefix's blocks now; vLLM cached them when it computed them
+            if group.tries:  # these hold the prefix's blocks now; vLLM cached them when it computed them
                 return
-            # Beyond the prefix a request's tokens are no row's history.
+            # Beyond the prefix, the request's tokens are not the history of a row.
             num_computed_tokens = min(num_computed_tokens, group.prefix_length)
         super().cache_blocks(request, num_computed_tokens, **kwargs)
 
     def full_blocks(self, request_id: str, first: int, end: int) -> Iterator[int]:
-        """The blocks that tokens `first` to `end` of a request fill; none of a group that has fanned out."""
+        """The blocks that tokens `first` to `end` of a request fill; none if it is a group that has fanned out."""
         for manager in self._managers:
             blocks = manager.req_to_blocks.get(request_id, [])
             yield from (block.block_id for block in blocks[first // manager.block_size : end // manager.block_size])
 
     def cache_row(self, request_id: str, row: int, num_tokens: int, history: Callable[[], Request]) -> None:
-        """Enter the full blocks of a row of a decoding group into vLLM's prefix cache, as far as they are not in it.
+        """Enter the full blocks of a row of a decoding group into vLLM's prefix cache, unless they are in it.
 
         Args:
             request_id: The group.
-            row: Of its rows, as its tries know them.
-            num_tokens: So many tokens of the row, the first ones, are computed.
-            history: Makes a request whose tokens begin with these, hashed. It is called if there is such a block.
+            row: The number of the row in the group's tries.
+            num_tokens: Computed tokens of the row.
+            history: Makes a hashed request whose tokens begin with these. Called only if there are blocks to enter.
         """
         tries = self._groups[request_id].tries
         paths = [self._row_path(trie, row, num_tokens // trie.block_size) for trie in tries]
@@ -368,7 +367,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self.coordinator.pop_blocks_for_free(request_id)
 
     def _row_path(self, trie: BlockTrie, row: int, num_blocks: int) -> list[KVCacheBlock]:
-        """The first blocks of a row, null where they have left its window."""
+        """The first blocks of a row, with the null block in place of those that have left its window."""
         held = trie.row_blocks(row)[: max(num_blocks - trie.num_skipped, 0)]
         skipped = [self.block_pool.null_block] * min(trie.num_skipped, num_blocks)
         return skipped + [self.block_pool.blocks[block_id] for block_id in held]
@@ -381,14 +380,14 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return request.num_prompt_tokens // block_size * block_size if self.enable_caching else 0
 
     def total_counts(self) -> TrieBlockCounts:
-        """What all tries, ended or not, have done so far."""
+        """The block counts of all groups so far, running or ended."""
         total = TrieBlockCounts()
         for counts in (self.counts, *(trie.counts for group in self._groups.values() for trie in group.tries)):
             total.add(counts)
         return total
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
+        """Raise AssertionError unless tries are consistent and the pool counts each of their blocks as used."""
         assert self.num_group_blocks == sum(group.num_held for group in self._groups.values())
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
@@ -398,7 +397,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
                     assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
 
     def _fan_out(self, request: Request, group: _GroupKVBlocks) -> bool:
-        """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
+        """Fan the group's row out into all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, self._num_read(request))
         new_blocks = self._new_blocks([_manager_blocks_beyond(m, num_tokens, group.paths) for m in self._managers])
@@ -418,15 +417,15 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return True
 
     def _num_read(self, request: Request) -> int:
-        """Computed tokens, of which none is read whose block is freed: into that a KV connector may load at once."""
+        """Computed tokens, without those in flight if a KV connector may at once load into blocks that are freed."""
         in_flight = 0 if self._taken_blocks is None else request.num_in_flight_tokens
         return request.num_computed_tokens - in_flight
 
     def _trie_of(self, manager: SingleTypeKVCacheManager, request: Request, num_tokens: int) -> BlockTrie:
-        """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
+        """A trie of the blocks of a group that is still one row, with so many computed tokens."""
         held = manager.req_to_blocks[request.request_id]
         if isinstance(manager, CrossAttentionManager):
-            from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # an import that most engines never need
+            from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # here: most engines never need it
 
             return EncoderBlockTrie.of([block.block_id for block in held], manager.block_size)
         num_held = -(-num_tokens // manager.block_size)
@@ -441,11 +440,11 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         for number in self._skipping:
             manager = self._managers[number]
             num_skipped = _manager_blocks_skipped(manager, self._num_read(request))
-            # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
+            # Rows keep the state after their last full block: the next turn of a chat may resume from it.
             group.tries[number].skip(num_skipped - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
         if num_tokens + num_new_tokens <= group.of_tokens.num_tokens:
-            return True  # after a preemption rows compute what there was room for from the start
+            return True  # after a preemption, rows already have room for the tokens that they recompute
         needs = [trie.blocks_to_grow() for trie in group.tries]
         new_blocks = self._new_blocks(needs) if any(needs) else [[]] * len(needs)
         if new_blocks is None:
@@ -464,8 +463,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
                 return None
         blocks = [self._take(need) for need in needs]
         for manager, new in zip(self._managers, blocks, strict=True):
-            if manager.records_new_block_ids:  # beside recurrent states, whose bytes may be no numbers to attention
-                manager.new_block_ids += new  # which vLLM zeroes before anything is written
+            if manager.records_new_block_ids:  # in models with recurrent states, whose bytes may be NaN to attention
+                manager.new_block_ids += new  # vLLM zeroes these before anything is written
         return blocks
 
     def _take(self, count: int) -> list[int]:
@@ -490,7 +489,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def _reclaim_all(self) -> int:
         reclaimed = sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
-        return reclaimed + self._release_held()  # what goes on from these computes a bit again
+        return reclaimed + self._release_held()  # candidates that continue these compute a part of a block again
 
     def _release_held(self) -> int:
         released = self.held.release_all()
@@ -508,10 +507,10 @@ def _free_at_once(block_pool: BlockPool) -> Callable[[Request, list[KVCacheBlock
 
 
 def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:
-    """The most blocks that the trees of `width` rows need beyond the `room` for drafts that each has, however shared.
+    """The most blocks that the draft trees of `width` rows can need in all, where each row has `room` for drafts.
 
-    The first block beyond its room costs a row `room + 1` drafts, and each further one a whole block of them. So it is
-    one row that needs the most, unless the first block is the cheaper one: then as many rows as can have it.
+    A row needs its first further block from `room + 1` drafts on, and each next one per `block_size` drafts. So the
+    worst case is one row with all drafts, unless `room` is below a block: then it is as many rows as possible.
     """
     num_rows = min(width if room < block_size else 1, num_drafts // (room + 1))
     return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
@@ -522,15 +521,15 @@ def _num_hashed_group_blocks(blocks: Iterable[KVCacheBlock]) -> int:
 
 
 def _manager_blocks_skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
-    """How many blocks in front of the next token's window a manager holds no longer."""
+    """How many leading blocks are outside the next token's window, and so no longer held."""
     return manager.get_num_skipped_tokens(num_computed_tokens) // manager.block_size
 
 
 def _manager_blocks_at_most(manager: SingleTypeKVCacheManager) -> int | None:
-    """The most blocks that a request holds, however long it is, if there is a limit.
+    """The most blocks that a request of any length holds; None without a limit.
 
-    They are those of a window and the chunk that is computed; or of a state, the last one that is cached, and one that
-    a prompt leads to on its way.
+    With a window these are the blocks of the window and of the computed chunk; with recurrent states, the current
+    state, the last cached one, and the checkpoints of a prefill.
     """
     if isinstance(manager.kv_cache_spec, MambaSpec):
         return 2 + manager.kv_cache_spec.num_prefill_checkpoint_blocks
@@ -538,7 +537,7 @@ def _manager_blocks_at_most(manager: SingleTypeKVCacheManager) -> int | None:
 
 
 def _manager_blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: np.ndarray) -> int:
-    """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
+    """New blocks that rows need after a prefix of `num_tokens`. Encoder outputs need none, as all rows share them."""
     return (
         0 if isinstance(manager, CrossAttentionManager) else trie_fan_out_blocks(num_tokens, paths, manager.block_size)
     )

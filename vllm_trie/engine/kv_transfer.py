@@ -1,8 +1,8 @@
-"""KV connectors in an engine with beam groups: what they see of a group, and what becomes of it when a load fails.
+"""KV connectors in an engine with beam groups: what they see of a group, and what happens to it when a load fails.
 
-To a connector a group is a request that computes its prompt as any other does, is not scheduled any more, and ends as a
-request that holds its prompt. After a preemption it computes with its prompt what all its beams have in common. The
-rows of beams are no request's: a connector neither saves nor awaits them, but hears which blocks they write.
+To a connector, a group is a request that computes its prompt, is then no longer scheduled, and ends as a request that
+holds its prompt. After a preemption it computes, with its prompt, what all its beams have in common. The rows of beams
+belong to no request: a connector neither saves nor awaits them, but is told which blocks they write.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vllm_trie.messages import FORK
 
 
 class GroupKVTransfers(Scheduler):
-    """What vLLM's scheduler does about KV connectors, with beam groups."""
+    """The part of `BeamScheduler` that deals with KV connectors."""
 
     kv_cache_manager: BeamKVCacheManager
 
     def _begin_groups(self, answers: GroupPrefixCache) -> None:
-        """Begin without groups. With a connector, blocks are freed when no step writes them, and taken ones are noted.
+        """Set up the state of groups. With a connector, blocks are freed late, and those that rows take are recorded.
 
         Args:
-            answers: Enters what they find into the prefix cache.
+            answers: Enters the best hypotheses into the prefix cache.
         """
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
@@ -42,7 +42,7 @@ class GroupKVTransfers(Scheduler):
             self.kv_cache_manager.free_written = self._free_written
 
     def _free_written(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks of a request, in this order: at once, or when a step that may write them is over."""
+        """Free blocks of a request, in this order: at once, or once no running step may write them."""
         if self._request_blocks_can_be_freed(request):
             self.kv_cache_manager.block_pool.free_blocks(blocks)
         elif blocks:
@@ -51,7 +51,7 @@ class GroupKVTransfers(Scheduler):
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput, **kwargs: Any) -> Any:
         searching = {id_ for id_ in self.groups if self.kv_cache_manager.has_fanned_out(id_)}
         taken, shown = self.kv_cache_manager.pop_taken_blocks(), scheduler_output
-        # vLLM pads those of engines that draft; what pads them is not computed.
+        # In engines that draft, vLLM pads the tokens of groups; the padding is not computed.
         padding = {id_: len(ids) for id_, ids in shown.scheduled_spec_decode_tokens.items() if id_ in self.groups}
         if searching or taken or padding:
             shown = _without_group_rows(shown, searching, taken, padding)
@@ -66,12 +66,12 @@ class GroupKVTransfers(Scheduler):
             self._end_as_prompt(request)
         keeps_blocks, params = super()._connector_finished(request, **kwargs)
         if keeps_blocks and (extra_args := request.sampling_params and request.sampling_params.extra_args):
-            # Freed late, a candidate's blocks could be held for one that has gone on, and be held for ever.
+            # Blocks freed late could be held for a candidate that has already gone on, and then forever.
             request.sampling_params.extra_args = {key: value for key, value in extra_args.items() if key != FORK}
         return keeps_blocks, params
 
     def _end_as_prompt(self, request: Request) -> None:
-        """Let a group that ends be a request that has computed its prompt, and has generated nothing."""
+        """Turn a group that ends into a request that has computed its prompt and generated nothing."""
         if self.kv_cache_manager.has_fanned_out(request.request_id):
             self._free_written(request, self.kv_cache_manager.leave_prompt(request))
         rewrite_group_request(request, [])
@@ -87,7 +87,7 @@ class GroupKVTransfers(Scheduler):
         return self._fail_loading_groups(super()._handle_invalid_blocks(*args, **kwargs))
 
     def _fail_loading_groups(self, request_ids: set[str]) -> set[str]:
-        """Say why groups end among these requests, whose loads have failed."""
+        """Record why the groups among these requests, whose loads have failed, end."""
         if not self.recompute_kv_load_failures:
             name = self.vllm_config.kv_transfer_config.kv_connector
             for group_id in self.groups.keys() & request_ids:
@@ -106,7 +106,7 @@ class GroupKVTransfers(Scheduler):
         **kwargs: Any,
     ) -> tuple[set[str], int, set[int]]:
         requests = list(requests)
-        # Those that wait for a load are requests like others: nothing was computed with what failed.
+        # Groups that wait for a load are like other requests: nothing was computed from what failed.
         computing = [request for request in requests if evict_blocks and request.request_id in self.groups]
         others = [request for request in requests if request not in computing]
         affected, num_tokens, blocks = super()._update_requests_with_invalid_blocks(
@@ -124,20 +124,20 @@ class GroupKVTransfers(Scheduler):
         return affected, num_tokens, blocks
 
     def _compute_group_again(self, request: Request, held: set[int]) -> None:
-        """Let a running group compute all its KV: it has gone on from what was not loaded. Nothing was replayed yet."""
+        """Preempt a running group whose load failed, so that it computes all its KV; none of its steps was replayed."""
         self.kv_cache_manager.evict_blocks(held)
-        request.skip_reading_prefix_cache = True  # nor ask the connector again
+        request.skip_reading_prefix_cache = True  # also keeps vLLM from asking the connector again
         self.running.remove(request)
         self._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     # Waiting for a connector.
 
     def _forget_who_was_held_back(self) -> None:
-        """Before a step: let `deferred_waiting` have groups that are held back in it alone."""
+        """Before a step: remove groups from `deferred_waiting`, which is to hold those held back in this step only."""
         self.deferred_waiting.difference_update(self.requests[group_id] for group_id in self.groups)
 
     def _waits_for_connector(self, request: Request) -> bool:
-        """Whether a request that finds no blocks may find some later, or was held back in this step."""
+        """Whether a request that gets no blocks now may get some later, or was held back in this step."""
         if self.connector is None:
             return False
         num_running, num_waiting = self.get_request_counts()
@@ -146,27 +146,27 @@ class GroupKVTransfers(Scheduler):
 
 
 def rewrite_group_request(request: Request, generated: list[int]) -> None:
-    """Make vLLM believe that the request has generated these tokens."""
+    """Set the tokens that vLLM considers generated by a request."""
     request._output_token_ids[:] = generated
     request._all_token_ids[request.num_prompt_tokens :] = generated
 
 
 def is_group_session(request: Request) -> bool:
-    """Whether a request that waits and holds KV blocks has a row: a session has, between a client's inputs."""
+    """Whether a waiting request with KV blocks keeps its row, as a streaming session does between inputs."""
     return request.resumable and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def _without_group_rows(
     output: SchedulerOutput, searching: set[str], taken: list[int], padding: dict[str, int]
 ) -> SchedulerOutput:
-    """What a connector sees of a step.
+    """A step as a connector sees it.
 
     Args:
-        output: The scheduler's.
+        output: Of the scheduler.
         searching: Groups that have fanned out: they are left out.
-        taken: Blocks that rows have taken, and will write. Whoever still reads them for somebody who had them before
-            must know: they are shown as blocks that are copied to.
-        padding: Tokens of groups that are scheduled and not computed.
+        taken: Blocks that rows have taken and will write. They are shown as destinations of copies, as a connector may
+            still be reading them for their previous owner.
+        padding: Scheduled tokens of groups that are not computed.
     """
     counts = output.num_scheduled_tokens
     scheduled = {id_: count - padding.get(id_, 0) for id_, count in counts.items() if id_ not in searching}

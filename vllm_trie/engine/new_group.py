@@ -1,4 +1,4 @@
-"""From a request to its search: what ends its hypotheses, and how the worker selects."""
+"""Builds the search of a request for the scheduler: what ends hypotheses, and how the worker selects."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def new_group(
         request: The request that stands for the group.
         params: Its beam options.
         max_model_len: Tokens of the longest hypothesis, its prompt included.
-        has_logits_processors: Custom processors act on the logits of the engine's requests.
-        catalog: Along which it goes, if there is one.
+        has_logits_processors: The engine has custom logits processors.
+        catalog: The catalog that the search uses, if any.
     """
     sampling, catalog = request.sampling_params, catalog or NoGroupCatalog(params)
     assert sampling is not None
@@ -132,14 +132,14 @@ def new_group_pool(
     stop_token_ids: frozenset[int] | None = frozenset(),
     items_of: ItemsOf | None = None,
 ) -> SearchPool:
-    """Where finished hypotheses compete, by a search's semantics.
+    """The pool in which finished hypotheses compete, by the search's semantics.
 
     Args:
-        max_length: The most tokens a hypothesis can generate.
-        prompt_length: Tokens of the prompt, for semantics="vllm", if the installed vLLM counts them.
-        uncounted: Tokens that do not count in the end of a hypothesis then.
-        stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
-        items_of: Which item each leaf is, where each item counts once.
+        max_length: The most tokens that a hypothesis can generate.
+        prompt_length: Tokens of the prompt, for semantics="vllm" if the installed vLLM counts them.
+        uncounted: Final tokens that do not count towards the length in that case.
+        stop_token_ids: The tokens that end a hypothesis; None if all that ends is a whole item, also in the last step.
+        items_of: A function from leaves to items, if each item counts once.
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
@@ -162,8 +162,8 @@ def new_group_pool(
 
 
 def _new_group_pruning(beam: BeamParams, stops: StopConstraints) -> SearchPruning:
-    """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
-    may_stop_otherwise = len(stops.token_ids) > 1 or stops.strings  # by one token only, enough of 2b go on
+    """Pruning of a search. As in vLLM 0.33, which may have several EOS tokens, each beam proposes its best 2b."""
+    may_stop_otherwise = len(stops.token_ids) > 1 or stops.strings  # with one stop token, enough of 2b go on
     if beam.semantics == "vllm" and own_vllm_beams().stops_by_generation_config and may_stop_otherwise:
         return SearchPruning(per_parent=2 * beam.beam_width)
     return SearchPruning(
@@ -172,14 +172,14 @@ def _new_group_pruning(beam: BeamParams, stops: StopConstraints) -> SearchPrunin
 
 
 def _new_group_padding(ticket: GroupTicketMessage, stop_ids: tuple[int, ...]) -> int | None:
-    """What groups of beams that are done take: where a model has no padding token, transformers takes EOS."""
+    """The token that finished groups of beams append: as in transformers, EOS if the model has no padding token."""
     if ticket.padding is not None or not stop_ids:
         return ticket.padding
     return ticket.eos_token_id if ticket.eos_token_id in stop_ids else stop_ids[0]
 
 
 def _new_group_strategy(beam: BeamParams, padding: int | None) -> SearchStrategy:
-    """How beams are chosen; see `_new_group_padding`."""
+    """The strategy that chooses beams; `padding` comes from `_new_group_padding`."""
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
@@ -195,7 +195,7 @@ def _new_group_strategy(beam: BeamParams, padding: int | None) -> SearchStrategy
 
 
 def is_group_request_unchecked(request: Request) -> bool:
-    """Whether a request without a ticket asks for beams."""
+    """Whether a request without a ticket asks for beams, so that no front end of the plugin has checked it."""
     params = request.sampling_params
     try:
         return params is not None and parse_options(params.extra_args) is not None

@@ -1,8 +1,8 @@
-"""Groups that find in the prefix cache what is computed in the very step that they begin in.
+"""Finds groups whose cached prefix is computed in the same step as their first tokens.
 
-vLLM enters blocks of a prompt when it schedules the step that fills them, so that others of the same step find them
-there. The target computes all rows of a step together. The draft model computes groups that contrast it ahead of the
-others: then it must compute these blocks first (`worker.select.amateur`).
+vLLM caches blocks of a prompt when it schedules the step that fills them, so other requests of this step may find them.
+The target model computes all rows of a step together. But the draft model computes groups that contrast with it before
+the others, so it must compute these blocks first (`worker.select.amateur`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def mark_new_group_prefixes(
     """Mark the steps of groups that contrast and read blocks which others fill in this step.
 
     Args:
-        steps: Of the groups in it.
-        groups: All that are known.
-        output: vLLM's, of this step.
-        requests: Likewise; of those in this step its tokens count as computed.
+        steps: Of the groups in this step, by request id.
+        groups: All groups, by request id.
+        output: vLLM's output for this step.
+        requests: All requests, by id; the tokens of this step count as computed.
         kv_cache_manager: Knows their blocks.
     """
     contrasting = {group_id for group_id in steps if groups[group_id].plan.search.contrasts}

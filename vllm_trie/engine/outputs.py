@@ -1,4 +1,4 @@
-"""What the engine sends of a search: one output with all hypotheses, or the parts of a stream."""
+"""Makes the outputs that the engine sends for a search: one with all hypotheses, or the parts of a stream."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ NEVER_SCHEDULED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_O
 
 
 class EngineOutbox(list[tuple[int, EngineCoreOutput]]):
-    """Outputs that belong to no step of vLLM's scheduler: of searches that end otherwise, and parts of streams.
+    """Outputs that vLLM's scheduler does not make: parts of streams, and those of searches that end outside its loop.
 
-    Each comes after the index of its client.
+    Each is stored with the index of its client.
     """
 
     def post(self, request: Request, output: EngineCoreOutput) -> None:
-        """Send an output to whoever has sent a request, with the times that vLLM's metrics take."""
+        """Queue an output for the client of a request, with the events for vLLM's metrics."""
         output.request_id, output.trace_headers = request.request_id, request.trace_headers
         if output.events is None:
             output.events = _take_engine_events(request)
         self.append((request.client_index, output))
 
     def empty_into(self, outputs: dict[int, EngineCoreOutputs], tells_finished: bool) -> None:
-        """Add everything there is to send to a step's outputs, by client.
+        """Move all queued outputs into a step's outputs, by client.
 
         Args:
-            tells_finished: Also name the requests that end, which a load balancer counts.
+            tells_finished: Also list the requests that end, for a load balancer that counts them.
         """
         for client_index, output in self:
             of_client = outputs.setdefault(client_index, EngineCoreOutputs())
@@ -53,12 +53,12 @@ class EngineOutbox(list[tuple[int, EngineCoreOutput]]):
 
 
 def engine_answer_output(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    """The answer of a search that is over, not addressed yet.
+    """The answer of a finished search, without its request id.
 
     Args:
-        best: Its hypotheses; where bans leave fewer, fewer than outputs.
-        num_outputs: For which its request asks. A single one comes as vLLM's own do; of several, `SentHypotheses`
-            tells which tokens and log-probabilities are whose.
+        best: Its hypotheses; fewer than outputs if bans leave fewer.
+        num_outputs: Outputs of the request. A single one has vLLM's usual form; several are concatenated, and
+            `SentHypotheses` separates them.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
     """
     if not best:
@@ -71,10 +71,10 @@ def engine_answer_output(best: GroupHypotheses, num_outputs: int, eos_token_id: 
 
 
 def engine_answer_so_far(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    """The answer of a search that was aborted, likewise; it may have found nothing yet.
+    """The answer of an aborted search, without its request id; it may have found nothing yet.
 
-    The reasons in `SentHypotheses` are the hypotheses' own, by which vLLM makes their texts; it says that they do not
-    count. The text of a single one that has ended is made by the output's reason, which is its own, too.
+    `SentHypotheses` keeps the hypotheses' own finish reasons, by which vLLM makes their texts, and marks them as
+    aborted. A single hypothesis that has ended keeps its own reason in the output, also for its text.
     """
     if not best:
         return EngineCoreOutput("", [], _engine_output_logprob_sum(math.nan), finish_reason=FinishReason.ABORT)
@@ -88,8 +88,8 @@ def engine_answer_so_far(best: GroupHypotheses, num_outputs: int, eos_token_id: 
 def _engine_output_of(
     best: GroupHypotheses, num_outputs: int, eos_token_id: int | None
 ) -> tuple[EngineCoreOutput, SentHypotheses]:
-    """Hypotheses, in an output that does not tell yet whose is what."""
-    # Where a stop string ended it, the front end finds that string in the text, and says so.
+    """An output with the tokens of all hypotheses, and the `SentHypotheses` that separates them."""
+    # If a stop string ended a hypothesis, the front end finds it in the text and sets the stop reason.
     reasons = np.where(best.has_ended, FinishReason.STOP, FinishReason.LENGTH).tolist()
     stops, sums = best.stop_tokens(eos_token_id), best.sum_logprobs.tolist()
     output = EngineCoreOutput("", [*chain.from_iterable(best.token_ids)])
@@ -102,7 +102,7 @@ def _engine_output_of(
 
 
 def add_to_engine_output(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
-    """Send more with an output, in the one field of it that is open; a KV connector's own parameters stay there."""
+    """Add data to an output, in its only free-form field, next to the parameters of a KV connector."""
     if more:
         sent = output.kv_transfer_params or {}
         output.kv_transfer_params = {**sent, PLUGIN_NAME: {**sent.get(PLUGIN_NAME, {}), **more}}
@@ -111,12 +111,12 @@ def add_to_engine_output(output: EngineCoreOutput, more: Mapping[str, Any]) -> N
 def add_engine_answer(
     output: EngineCoreOutput, group: BeamGroup, best: GroupHypotheses, block_size: int, is_aborted: bool = False
 ) -> None:
-    """Add to the output of a search what its request asks for besides.
+    """Add further data that the request asks for to the output of a search.
 
     Args:
-        best: What is returned; whole, though a stream may have sent a part.
+        best: The returned hypotheses, whole even if a stream has sent a part.
         block_size: Tokens of a KV block.
-        is_aborted: The search was.
+        is_aborted: Whether the search was aborted.
     """
     plan = group.plan
     answer = group.forests.report(group.counts)
@@ -133,11 +133,11 @@ def add_engine_answer(
 
 
 def group_trace(group: BeamGroup, trie: TracedTrie, best: GroupHypotheses, block_size: int) -> dict[str, Any]:
-    """What is sent of the trace of a search that is over, see `vllm_trie.trace`; `trace/texts.py` adds the texts.
+    """The trace of a finished search, see `vllm_trie.trace`; `trace/texts.py` adds the texts.
 
     Args:
-        trie: The group's.
-        best: What is returned.
+        trie: Of the group.
+        best: The returned hypotheses.
         block_size: Tokens of a KV block.
     """
     returned = [trie.end(~leaf) if leaf < 0 else leaf for leaf in best.leaves.tolist()]
@@ -146,20 +146,20 @@ def group_trace(group: BeamGroup, trie: TracedTrie, best: GroupHypotheses, block
 
 
 def engine_part_output(part: EngineAnswerPart, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
-    """The next tokens of a search's one output, not addressed yet; with the first come counts, as in vLLM.
+    """The next tokens of a streamed answer, without its request id; the first part has prefill counts, as in vLLM.
 
     Args:
-        num_cached_tokens: Of the request's prompt, those that the prefix cache holds now.
+        num_cached_tokens: Tokens of the prompt that the prefix cache holds now.
     """
     prefill_stats = take_group_prefill_stats(request, num_cached_tokens)
     return EngineCoreOutput("", part.token_ids, _engine_output_logprobs(part), prefill_stats=prefill_stats)
 
 
 def take_group_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats | None:
-    """What vLLM counts of a prompt that was computed, for the first output after that; None for further ones.
+    """vLLM's statistics of a computed prompt, for the first output after that; None for further outputs.
 
     Args:
-        num_cached_tokens: Of the prompt, those that the prefix cache holds now.
+        num_cached_tokens: Tokens of the prompt that the prefix cache holds now.
     """
     if (stats := request.take_prefill_stats()) is not None:
         stats.finalize(num_cached_tokens)
@@ -167,7 +167,7 @@ def take_group_prefill_stats(request: Request, num_cached_tokens: int) -> Prefil
 
 
 def compact_engine_answer(found: GroupHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
-    """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.answers.compact`."""
+    """All hypotheses of a search as lists, best first, for `compact=True`: see `entrypoints.answers.compact`."""
     reasons = np.where(found.has_ended | (found.lengths < max_length), "stop", "length")
     return {
         "token_ids": found.token_ids,
@@ -178,7 +178,7 @@ def compact_engine_answer(found: GroupHypotheses, max_length: int, is_aborted: b
 
 
 def engine_scores_and_stops(found: GroupHypotheses) -> list[dict[str, Any]]:
-    """Scores, and the stop tokens that ended hypotheses, best first: vLLM's outputs have no room for these.
+    """Scores and stop tokens of hypotheses, best first, which vLLM's outputs have no fields for.
 
     `entrypoints.answers.beam_results` adds the rest.
     """
@@ -187,17 +187,17 @@ def engine_scores_and_stops(found: GroupHypotheses) -> list[dict[str, Any]]:
 
 
 def engine_error_output(message: str) -> EngineCoreOutput:
-    """The end of a search that cannot go on, not addressed yet; `message` becomes the stop reason."""
+    """The last output of a search that cannot go on, without its request id; `message` becomes the stop reason."""
     return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
 def _engine_output_logprobs(part: EngineAnswerPart) -> LogprobsLists:
-    """What is reported of each token, or their sum alone (see `entrypoints.answers.logprobs`)."""
+    """The log-probabilities of the tokens, or only their sum (see `entrypoints.answers.logprobs`)."""
     return _engine_output_logprob_sum(part.sum_logprobs) if part.reports is None else LogprobsLists(*part.reports)
 
 
 def take_engine_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
-    """Take from among all outputs that of a request that has finished."""
+    """Remove the output of a finished request from a step's outputs, and return it."""
     for of_client in outputs.values():
         for index, output in enumerate(of_client.outputs):
             if output.request_id == request_id:
@@ -206,7 +206,7 @@ def take_engine_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -
 
 
 def _take_engine_events(request: Request) -> list[EngineCoreEvent] | None:
-    """The times that vLLM has noted of a request. One that ends before it was scheduled leaves the queue now."""
+    """Take the events that vLLM recorded for a request; one that was never scheduled leaves the queue now."""
     if request.status in NEVER_SCHEDULED:
         if not request.events:  # refused
             request.record_event(EngineCoreEventType.QUEUED)
@@ -216,6 +216,6 @@ def _take_engine_events(request: Request) -> list[EngineCoreEvent] | None:
 
 
 def _engine_output_logprob_sum(total: float) -> LogprobsLists:
-    """A sum of log-probabilities, alone; NaN where there is none (see `entrypoints.answers.logprobs`)."""
+    """A sum of log-probabilities, NaN if there is none, in vLLM's format (see `entrypoints.answers.logprobs`)."""
     nothing = np.zeros((0, 0), dtype=np.int32)
     return LogprobsLists(nothing, np.array([[total]]), nothing)

@@ -1,12 +1,12 @@
-"""The next turn: what a search answers enters vLLM's prefix cache. A chat that goes on from it computes its tail alone.
+"""Enters the answer of a search into vLLM's prefix cache, so that the next turn of a chat computes only what is new.
 
-A row is full blocks that it shares with others, and a tail of its own. When a hypothesis becomes the best of its
-search, the row that it ended in holds all of its KV but that of its last token, and the row's full blocks are never
-written again: they get their hashes there and then, from tokens that are theirs. Nothing is held for it: when no beam
-leads to these blocks any more, they go back to the pool as vLLM's own cached blocks do, and are evicted last.
+A row consists of full blocks, which it may share, and a tail that only it has. When a hypothesis becomes the best of
+its search, the row that it ended in holds the KV of all its tokens but the last, and the row's full blocks are never
+written again, so they are hashed at once. They are not held: when no beam uses them any more, they return to the pool
+like vLLM's own cached blocks, and are evicted last.
 
-The best hypothesis alone is entered: the other n-1 have most of their blocks in common with it, and each block of
-theirs that a chat does not go on from would evict one of somebody's chat that does.
+Only the best hypothesis is entered: the other n-1 share most of their blocks with it, and each further block that no
+chat continues would evict one of a chat that is continued.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class GroupPrefixCache:
 
     Args:
         kv_cache_manager: Has the rows' blocks.
-        has_draft_kv: Blocks hold the KV of a draft model too, which computes beams late: they are entered as far as it
-            has come. Where attention sees a window, what it should see may have left it by then, and none are.
+        has_draft_kv: Blocks also hold the KV of a draft model, which computes beams late: blocks are entered as far as
+            it has come. With window attention none are, as blocks may have left the window by then.
     """
 
     def __init__(self, kv_cache_manager: BeamKVCacheManager, has_draft_kv: bool) -> None:
@@ -46,25 +46,25 @@ class GroupPrefixCache:
         self._hasher: Hasher | None = None  # vLLM's; None without prefix caching or a KV connector
 
     def open(self, request: Request) -> None:
-        """A request will stand for a group: its prompt is hashed already, and what vLLM appends is no row's history."""
+        """Stop hashing a request that stands for a group: tokens that vLLM appends to it are not a row's history."""
         self._hasher, request._block_hasher = request._block_hasher, None
 
     def rehash(self, request: Request) -> None:
-        """What a group's request says that it has generated is true again: all rows have it in common."""
+        """Hash a group's request again, whose generated tokens are now those that all rows have in common."""
         if self._hasher is not None:
             del request.block_hashes[request.num_prompt_tokens // self._hash_block_size :]
             request.block_hashes.extend(self._hasher(request))
 
     def enter(self, request: Request, group: BeamGroup, steps: Sequence[SearchStepResult], length: int) -> None:
-        """Enter the best finished hypothesis, which ended in one of these steps, as far as a row holds it.
+        """Enter the best finished hypothesis, which ended in one of these steps, as far as a row holds its KV.
 
-        What a forest computed beyond its roots is left out: rows hold it of the beams alone that all steps led to.
+        KV that a forest computed beyond its roots is left out: rows hold it only for the beams after all steps.
 
         Args:
             request: Stands for the group.
-            group: It has decoded. The forks of these steps are not replayed on its block tries yet.
-            steps: Which one forward of the model led to, as far as they count.
-            length: Tokens that each row had generated before them, all of them computed.
+            group: A decoding group. The forks of these steps are not yet replayed on its block tries.
+            steps: The search steps of one forward pass, without those after the end of the search.
+            length: Generated tokens of each row before these steps, all of them computed.
         """
         ended_at, row = group.best_end
         if self._hasher is None or not self._enters:
@@ -77,10 +77,10 @@ class GroupPrefixCache:
         self._kv_cache_manager.cache_row(request.request_id, row, num_tokens, history)
 
     def _with_history(self, request: Request, group: BeamGroup, num_tokens: int) -> Request:
-        """A request like the group's, hashed, that has generated its best hypothesis.
+        """A hashed copy of the group's request that has generated its best hypothesis.
 
-        Its prompt ends behind the tokens that are computed: of a window vLLM caches only what a request can resume from
-        that brings the same prompt, which is what the next turn does.
+        Its prompt ends one token after the computed ones: with a window, vLLM caches only blocks from which a request
+        with the same prompt can resume, as the next turn does.
         """
         assert self._hasher is not None
         history = copy(request)

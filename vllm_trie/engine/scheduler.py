@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with beam groups: each is one request here and b rows in the worker."""
+"""vLLM's scheduler with beam groups: a group is one request here, and b rows in the worker."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ logger = init_logger("vllm.trie_beam.scheduler")
 
 NO_ADMISSION = -1
 BUDGETS = "engine.speculation_budget:SpeculationBudgets"
-ONE_ROW = np.zeros(1, np.int32)  # its own parent
+ONE_ROW = np.zeros(1, np.int32)  # parents in a group of one row
 UNCHECKED = (
-    "it came by a front end without the plugin, which checks beam requests; vLLM's Rust front end loads none: unset "
+    "its front end does not load the plugin, which checks beam requests; vLLM's Rust front end loads no plugins: unset "
     "VLLM_USE_RUST_FRONTEND"
 )
 
 
 @dataclass
 class _StepState:
-    """What has happened since the step that is under way was begun."""
+    """State of the scheduler that is reset in each step."""
 
-    sessions: list[Request] = field(default_factory=list)  # waited when it began, for input or to go on: they have rows
-    held_back: list[Request] = field(default_factory=list)  # found no rows, or no room for what they bring
-    brings: bool = False  # somebody may have been admitted who brings something to the devices
-    lacks_room: bool = False  # somebody was held back who does
+    sessions: list[Request] = field(default_factory=list)  # sessions that waited at its beginning: they keep their rows
+    held_back: list[Request] = field(default_factory=list)  # requests without rows or without room for their tables
+    brings: bool = False  # a group with tables for the devices may have been admitted
+    lacks_room: bool = False  # a group was held back as its tables did not fit
     last_preempted: Request | None = None
-    has_released: bool = False  # held blocks: the next step tells the worker
+    has_released: bool = False  # held blocks were released: the next step tells the worker
     results: dict[str, DecidedMessage] = field(default_factory=dict)
     over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 
@@ -85,9 +85,9 @@ class _StepState:
 class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
     """Schedules beam groups among ordinary requests.
 
-    To vLLM a group computes as many tokens as any one of its rows, so its own accounting stays true. Token
-    budget for the other rows is set aside before vLLM's loop runs, and admission counts rows. It rests from the first
-    result on that leaves nothing of groups to schedule, send or report, until a group comes.
+    To vLLM a group computes as many tokens as one of its rows, so vLLM's accounting stays correct. The token budget of
+    the other rows is set aside before vLLM's loop runs, and admission counts rows. The scheduler rests once nothing of
+    groups is left to schedule, send or report, until a group arrives.
     """
 
     hooks = (
@@ -121,7 +121,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def add_request(self, request: Request, **kwargs: Any) -> None:
         ticket = GroupTicketMessage.of(request.sampling_params)
-        if request.request_id in self.requests:  # it feeds an ordinary streaming session
+        if request.request_id in self.requests:  # further input of an ordinary streaming session
             super().add_request(request, **kwargs)
         elif ticket is not None:
             self.wake()
@@ -153,8 +153,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             refusal = catalog.refusal
         elif not self.catalogs.has_room(group.plan.brings):
             refusal = (
-                f"excludes or brings more than request_tables_bytes={self.catalogs.room:,} of each device have room "
-                "for; leave some out, or start the engine with more"
+                f"has more excluded items or tables than fit in request_tables_bytes={self.catalogs.room:,} of each "
+                "device; leave some out, or raise request_tables_bytes"
             )
         if refusal is not None:
             reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
@@ -170,7 +170,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
     ) -> list[Request]:
         keys, is_abort, answered = None, finished_status == RequestStatus.FINISHED_ABORTED, set[str]()
-        asking: Iterable[str] = self.groups  # for an answer: all, or those that are named twice
+        asking: Iterable[str] = self.groups  # for what was found so far: all, or ids that are given twice
         if request_ids is not None:
             counts = Counter([request_ids] if isinstance(request_ids, str) else request_ids)
             keys, asking = list(counts), [request_id for request_id, count in counts.items() if count > 1]
@@ -185,16 +185,16 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 error = engine_error_output(self._failed[group_id])
                 self._post_end(self.requests[group_id], self.groups[group_id], error)
         finished = super().finish_requests(keys, finished_status, **kwargs)
-        if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
+        if held := self.kv_cache_manager.held:  # held under keys that are aborted like request ids
             self.wake()
             self._now.has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
                 self._close_group(request.request_id, "abort" if is_abort else "error")
-        return [request for request in finished if request.request_id not in answered]  # others vLLM answers itself
+        return [request for request in finished if request.request_id not in answered]  # the caller answers these
 
     def _answer_aborted(self, request: Request, group: BeamGroup) -> None:
-        """Send what a group has found so far, by what was replayed of its steps."""
+        """Send what a group has found in the steps that were replayed."""
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
         output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.eos_token_id)
@@ -202,7 +202,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self._post_end(request, group, output)
 
     def _post_end(self, request: Request, group: BeamGroup, output: EngineCoreOutput) -> None:
-        """Send the last output of a group that does not end by a step."""
+        """Send the last output of a group that does not end with a step."""
         if group.counts.target_forwards:  # its prompt was computed
             num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
             output.prefill_stats = take_group_prefill_stats(request, num_cached_tokens)
@@ -261,7 +261,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         return output
 
     def _drop_padding(self, output: SchedulerOutput) -> None:
-        """vLLM pads a request whose prompt is cached to the length of one that verifies drafts; groups have none."""
+        """Remove vLLM's padding of requests with cached prompts to the length of verified drafts from groups."""
         for group_id in output.scheduled_spec_decode_tokens.keys() & self.groups.keys():
             num_padding = len(output.scheduled_spec_decode_tokens.pop(group_id))
             output.num_scheduled_tokens[group_id] -= num_padding
@@ -270,7 +270,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             self.requests[group_id].num_in_flight_tokens -= num_padding
 
     def _num_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> int:
-        """That the worker computes at most in this step."""
+        """The most tokens that the worker computes in this step."""
         num_tokens = output.total_num_scheduled_tokens
         for group_id, step in steps.items():
             if step.decodes:
@@ -286,17 +286,17 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 yield Growing(self.groups[group_id], self.requests[group_id], step)
 
     def _plan_rows(self) -> int:
-        """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
+        """Show vLLM's loop how many tokens a row of each group computes. Returns the token budget of all other rows.
 
-        That is one token a row, but for a group that was preempted: its rows compute their histories
-        anew, as many tokens at a time as the budget allows after what runs before it.
+        That is one token per row, except after a preemption: then rows recompute their histories, as many tokens at a
+        time as the budget leaves after requests that run before them.
         """
         others = 0
         if not self.groups:
             return others
-        for group_id in self.groups:  # which have a forest of their own, and none of vLLM's drafts
+        for group_id in self.groups:  # groups have forests in place of vLLM's drafts
             self.requests[group_id].spec_token_ids = []
-        # Stages of a pipeline take turns: vLLM, which counts this step later, passes over those whose turn it is not.
+        # With pipeline stages, vLLM skips requests whose turn it is not; it counts this step only later.
         spare, running = self.max_num_scheduled_tokens, list[tuple[Request, BeamGroup | None]]()
         for request in self.running:
             if request.next_decode_eligible_step <= self.current_step + 1:
@@ -308,7 +308,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             if group is None or request.num_computed_tokens < request.num_prompt_tokens + group.num_common:
                 spare -= min(max(min(known, most) - 1, 0), spare)
                 continue
-            if group.waits:  # and is not scheduled
+            if group.waits:  # it is not scheduled
                 continue
             done = request.num_computed_tokens - request.num_prompt_tokens
             planned = min(group.planned_length - done, most, 1 + spare // group.num_rows)
@@ -332,7 +332,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 if update.rows is not None:
                     step.resumed, step.excludes = group.resumed(), group.plan.catalog.excludes
             steps[group_id] = step
-        for new in output.scheduled_new_reqs:  # after a preemption again
+        for new in output.scheduled_new_reqs:  # new ones, and those resumed after a preemption
             if new.req_id in steps:
                 plan, step = self.groups[new.req_id].plan, steps[new.req_id]
                 step.search, step.excludes = plan.search, plan.catalog.excludes
@@ -345,11 +345,11 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         return group.num_rows if group is not None else 1
 
     def _num_rows(self) -> int:
-        """Rows of the worker's batch that are taken while a step is scheduled."""
+        """Rows of the worker's batch that are occupied while a step is scheduled."""
         return sum(map(self._rows, self.running)) + self._num_sessions()
 
     def _num_sessions(self) -> int:
-        """Streaming sessions that still wait."""
+        """Streaming sessions that are still waiting."""
         return sum(request.status != RequestStatus.RUNNING for request in self._now.sessions)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
@@ -376,7 +376,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
     def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
         grammar = request.structured_output_request if request.request_id in self.groups else None
         if grammar is not None:
-            if (compiled := grammar.grammar) is None:  # yet
+            if (compiled := grammar.grammar) is None:  # not compiled yet
                 return False
             if (why := why_no_group_grammar(compiled)) is not None:
                 self._failed[request.request_id] = why
@@ -390,16 +390,15 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             is_ready = super()._handle_blocked_waiting_request(request, **kwargs)
             return is_ready and (group is None or self._has_room_for(request, group))
         if self._num_sessions() + needed <= self.max_num_running_reqs:  # else others need not wait until clients leave
-            # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
+            # No rows are left: a limit that all requests exceed ends this step's admission; the queue keeps its order.
             self.max_num_active_reqs = NO_ADMISSION
         self._now.held_back.append(request)
         return False
 
     def _has_room_for(self, request: Request, group: BeamGroup) -> bool:
-        """Whether there is room for what a group brings beside what the running ones have brought.
+        """Whether the tables of a group fit on the devices together with those of running groups.
 
-        If not it waits, and so do those after it that bring something: else they would overtake it for ever. All others
-        go on, which take no such room.
+        If not, it waits, and so do later groups with tables, which could otherwise overtake it forever. Others go on.
         """
         if not group.plan.brings:
             return True
@@ -411,7 +410,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         return False
 
     def _brought(self) -> dict[Hashable, int]:
-        """What running groups have brought to the devices."""
+        """The tables of running groups on the devices: bytes by key."""
         groups = (self.groups.get(request.request_id) for request in self.running)
         return {key: size for group in groups if group is not None for key, size in group.plan.brings.items()}
 
@@ -429,7 +428,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             self._plan_to_resume(request, group)
 
     def _plan_to_resume(self, request: Request, group: BeamGroup) -> None:
-        """Once all results of a preempted group are in: what it computes again."""
+        """Plan what a preempted group recomputes, once all its results are in."""
         group.preempt()
         prefix_length = request.num_prompt_tokens + group.num_common
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
@@ -441,7 +440,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             self._fail(group, needed)
 
     def _give_up_on_a_group_that_starves_alone(self) -> None:
-        """A group that cannot grow, or not even start, although nothing runs would wait for ever."""
+        """End a group that cannot grow or start although nothing else runs: it would wait forever."""
         if self.kv_holding_waiting or not self.waiting:
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
@@ -465,12 +464,12 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         )
 
     def _fail_groups_of_other_images(self) -> None:
-        """Groups that vLLM would end for a UUID that it knows otherwise, and not say why."""
+        """End groups with a UUID of other multimodal data with a reason, which vLLM would not give."""
         for group_id in self.groups.keys() & self.encoder_cache_mismatch_reqs:
             self.encoder_cache_mismatch_reqs.remove(group_id)
             what = self.groups[group_id].plan.caller.feature
             self._failed[group_id] = (
-                f"{what}: one of multi_modal_uuids is that of other data, which is encoded; give each its own"
+                f"{what}: one of multi_modal_uuids already belongs to other data; give each its own"
             )
 
     # One step: results.
@@ -508,7 +507,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         statistics = next((output.scheduler_stats for output in outputs.values() if output.scheduler_stats), None)
-        if statistics is None:  # vLLM keeps none
+        if statistics is None:  # vLLM collects none in this step
             return
         running, manager = (request.request_id for request in self.running), self.kv_cache_manager
         widths = [self.groups[id_].num_rows for id_ in running if id_ in self.groups]
@@ -522,22 +521,23 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         if group is None:
             return super()._update_request_with_output(request, new_token_ids, is_stale, **kwargs)
         is_over = False
-        if (decided := self._now.results.get(request.request_id)) is not None:  # else it computed what was known
+        if (decided := self._now.results.get(request.request_id)) is not None:  # else it computed known tokens
             is_over = self._replay(request, group, decided, is_stale)
         if self._is_async:
             _expect_pending_steps(request, group)
         return [], is_over
 
     def _replay(self, request: Request, group: BeamGroup, decided: DecidedMessage, is_stale: bool) -> bool:
-        """Apply to the tries what the worker did to its rows. Returns whether the search is over.
+        """Apply the worker's decisions to the tries. Returns whether the search is over.
 
         Args:
-            request, group: The group, and what stands for it in vLLM's scheduler.
-            decided: The steps it took.
+            request: Stands for the group in vLLM's scheduler.
+            group: The group.
+            decided: The steps of its search.
             is_stale: The group was preempted since; its rows are gone.
         """
         length, was_decoding = group.length, group.length > 0
-        num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
+        num_tokens = request.num_prompt_tokens + length  # tokens of each row, all computed
         group.num_pending -= 1
         if self._budgets is not None and (decided.drafted.is_forest or group.plan.search.contrasts):
             group.forests.drafted_length = length
@@ -549,12 +549,12 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 over = group.advance(step)
             except GrammarError as error:
                 self._failed[request.request_id] = str(error)
-            forks.append(ONE_ROW if group.num_rows == 1 else step.parents)  # which needs no forks
-            # vLLM counts tokens; whose they are, it cannot know.
+            forks.append(ONE_ROW if group.num_rows == 1 else step.parents)  # a single row does not fork
+            # vLLM only counts these tokens, so any row's will do.
             request.append_output_token_ids(int(step.tokens[0]))
-            if over:  # what the worker, which does not know the pool, decided beyond that is dropped
+            if over:  # drop further steps: the worker does not know the pool
                 break
-        if not is_stale:  # else nothing is computed any more
+        if not is_stale:  # otherwise its KV is gone
             request.num_computed_tokens += len(forks) - 1
         if self._budgets is not None and decided.drafted != NOT_DRAFTED and not over:
             self._budgets.learn(group, decided.drafted, len(forks))
@@ -564,7 +564,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         if was_decoding and not is_stale and group.best_end.length >= length:
             self._answers.enter(request, group, decided.steps, length)
         if over:
-            ended_by_stops = group.num_steps_left > 0  # else a connector hands the prompt over
+            ended_by_stops = group.num_steps_left > 0  # otherwise a connector hands over the prompt
             request.status = RequestStatus.FINISHED_STOPPED if ended_by_stops else RequestStatus.FINISHED_LENGTH_CAPPED
             self._now.over.append((request, group))
         elif is_stale:
@@ -577,7 +577,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         return over
 
     def _send_part(self, request: Request, group: BeamGroup) -> None:
-        """Send what is new of the answer, if anything."""
+        """Stream the next tokens of the answer, if any are certain."""
         try:
             part = group.next_part()
         except AnswerChangedError as error:
@@ -588,7 +588,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             self.outbox.post(request, engine_part_output(part, request, num_cached_tokens))
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
+        """Replace vLLM's empty output for the group's request by one with the group's hypotheses."""
         group_id, plan = request.request_id, group.plan
         stock, reason = take_engine_output(group_id, outputs), "stop" if group.num_steps_left else "length"
         best = group.best(plan.num_hypotheses)
@@ -605,7 +605,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self._close_group(group_id, reason)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless tries, pool and vLLM's own books agree."""
+        """Raise AssertionError unless tries, pool and vLLM's accounting agree."""
         self.kv_cache_manager.check_invariants()
         self.catalogs.check_invariants(self._brought())
         for group_id, group in self.groups.items():
@@ -617,19 +617,19 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
 
 class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
-    """`BeamScheduler`, with which the next step is scheduled before the last one's result is known.
+    """`BeamScheduler` that schedules the next step before the result of the last one is known.
 
-    It needs no parents of a step to schedule the next one: every step makes each row one token longer, and new blocks
-    are given to rows whatever history they continue. The worker forks its rows by itself, and the scheduler replays
-    that on its tries one step late. vLLM counts the tokens of a request that are on their way as placeholders; for a
-    group these are its pending steps. A group that speculates waits for its result, while all others go on: without
-    placeholders it has nothing to compute.
+    The parents chosen in a step are not needed to schedule the next: every step makes each row one token longer, and
+    rows get new blocks whatever history they continue. The worker forks its rows itself, and the scheduler replays the
+    forks on its tries one step later. vLLM counts tokens in flight as placeholders of a request; for a group these are
+    its pending steps. A group that speculates waits for its result, while others go on: without placeholders it has
+    nothing to compute.
     """
 
     _is_async = True
 
 
 def _expect_pending_steps(request: Request, group: BeamGroup) -> None:
-    """Count the steps of a group whose results are pending, where vLLM counts tokens that are on their way."""
+    """Set the pending steps of a group as its placeholders, by which vLLM counts tokens in flight."""
     is_running = request.status == RequestStatus.RUNNING
     request.num_output_placeholders = group.num_pending if is_running and not group.waits else 0

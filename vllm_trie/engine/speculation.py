@@ -1,6 +1,6 @@
-"""The seam of speculation in the scheduler: all that its core knows of steps that may be several.
+"""The scheduler's interface to speculation, by which one engine step may be several search steps.
 
-`vllm_trie.speculation.engine` has what fills it in, which engines without drafts do not load.
+`vllm_trie.speculation.engine` implements it; only engines with drafts load that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Growing(NamedTuple):
-    """A group that decodes one token a row in this step, so that a forest may grow from it."""
+    """A group that decodes one token per row in this step, so that it may draft a forest."""
 
     group: BeamGroup
     request: Request
@@ -26,25 +26,25 @@ class Growing(NamedTuple):
 
 
 class SchedulerBudgets(Protocol):
-    """Shares out what steps leave over to searches that speculate."""
+    """Shares out the spare capacity of steps among searches that speculate."""
 
     def forests(self, params: BeamParams, width: int) -> BeamGroupForests:
-        """Those of a search with these options, of so many beams."""
+        """The forests of a search with these options and so many beams."""
 
     def share_out(
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
     ) -> None:
-        """Give budgets to the steps of groups; what they get is told to the worker in their `GroupStep`.
+        """Give budgets to groups, in the `GroupStep` that is sent to the worker.
 
         Args:
-            candidates: Which may have one.
+            candidates: The groups that may get one.
             output: What vLLM has scheduled.
-            num_tokens: That the step computes without forests.
-            spare_tokens: Tokens of the step's budget that nobody computes.
+            num_tokens: Tokens that the step computes without forests.
+            spare_tokens: Unused tokens of the step's budget.
         """
 
     def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:
-        """What came of a group's budget: so many steps of its search."""
+        """Record the outcome of a group's budget: its forest, and the number of search steps."""
 
     def finished(self, decided: Iterable[DecidedMessage]) -> None:
-        """A step that computed something is over; this was decided in it."""
+        """Record the decisions of an engine step that computed something."""

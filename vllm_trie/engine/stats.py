@@ -1,11 +1,10 @@
-"""What beam groups do, counted by the scheduler and sent to the front end with vLLM's own statistics.
+"""Counts what beam groups do, in the scheduler, and sends it to the front end with vLLM's statistics.
 
-The scheduler may live in a process of its own. What reaches the front end, in that process or in
-another, is vLLM's `SchedulerStats` of each step: to one front end per step, marked with its engine.
-Of its fields `kv_connector_stats` alone is an open dictionary that survives the way. Ours come under a key of
-their own beside those of a KV connector, if there is one. A field of our own in a subclass does not arrive, as
-the front end's decoder knows the fields of vLLM's class only. Reports hold changes since the last
-one, not totals: of several API servers each sees a part, and may be late, but they add up to the truth.
+The scheduler may run in another process. vLLM sends its `SchedulerStats` of each step to one front end, marked with the
+engine. `kv_connector_stats` is the only field that is an open dictionary: the counts travel there under the plugin's
+name, next to those of a KV connector. A field of a subclass would be lost, as the front end decodes only the fields of
+vLLM's class. Reports hold changes since the last report, not totals: each of several API servers sees a part of them,
+perhaps late, and the parts add up.
 """
 
 from __future__ import annotations
@@ -25,74 +24,74 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 def _group_count(kind: str, meaning: str) -> Any:
-    """A number: a "counter" of what happened, what is "running", or a "peak", which is no change but what there is."""
+    """A number: a "counter" of events, a change of what is "running", or a "peak", which is no change but a total."""
     return field(default=0, metadata={"kind": kind, "meaning": meaning})
 
 
 @dataclass
 class GroupCounts:
-    """What one search, or all of them, took."""
+    """Counts of one search, or of all of them."""
 
     steps: int = _group_count("counter", "Steps of beam groups: each takes one per token.")
     target_forwards: int = _group_count(
-        "counter", "Forwards of the model that these steps took; speculation makes them fewer."
+        "counter", "Forward passes of the model for these steps; speculation makes them fewer."
     )
     prefill_forwards: int = _group_count(
         "counter",
-        "Of these, those that led to a group's first beams. Without them, which take one step each, "
-        "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward.",
+        "Forward passes that led to a group's first beams. Without them, which take one step each, "
+        "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward pass.",
     )
     drafted: int = _group_count("counter", "Tokens that the draft model proposed to beam groups.")
-    accepted: int = _group_count("counter", "Of these, those that became the newest token of a beam.")
-    beams: int = _group_count("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
+    accepted: int = _group_count("counter", "Drafted tokens that became the newest token of a beam.")
+    beams: int = _group_count("counter", "Beams after each step, summed over steps; per step, the mean width.")
 
     @property
     def steps_per_forward(self) -> float:
-        """Taken per target forward, 1.0 without speculation. Those of prompts are left out: they are one to one."""
+        """Steps per forward pass of the target, 1.0 without speculation. Prefills, with one step each, do not count."""
         forwards = self.target_forwards - self.prefill_forwards
         return (self.steps - self.prefill_forwards) / forwards if forwards else 1.0
 
     @property
     def mean_width(self) -> float:
-        """Beams after a step, over all of them."""
+        """Mean number of beams after a step."""
         return self.beams / max(self.steps, 1)
 
     def add(self, other: GroupCounts) -> None:
-        """Include those of another search, or of further ones."""
+        """Add other counts to these."""
         for name, count in vars(other).items():
             if isinstance(count, int):
                 setattr(self, name, getattr(self, name) + count)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the request's user."""
+        """The counts and their ratios, for the answer to a request."""
         return {**vars(self), "steps_per_forward": self.steps_per_forward, "mean_width": self.mean_width}
 
 
 @dataclass(kw_only=True)
 class GroupStats(GroupCounts):
-    """What changed since the last report, or over some. A name is that of its metric."""
+    """Changes since the last report, or over several reports. Fields are named as their metrics."""
 
-    groups_running: int = _group_count("running", "Beam groups that run.")
-    rows_running: int = _group_count("running", "Rows of max_num_seqs that running beam groups take.")
-    kv_blocks_peak: int = _group_count("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
+    groups_running: int = _group_count("running", "Running beam groups.")
+    rows_running: int = _group_count("running", "Rows of max_num_seqs that running beam groups occupy.")
+    kv_blocks_peak: int = _group_count("peak", "The most KV blocks that decoding beam groups have held at a time.")
     kv_blocks_shared: int = _group_count("counter", "Full KV blocks that forks took over by reference.")
     kv_blocks_copied: int = _group_count("counter", "Partly filled KV blocks that forks copied.")
     kv_blocks_reclaimed: int = _group_count(
-        "counter", "KV blocks given back during a search because no beam led to them any more."
+        "counter", "KV blocks returned during a search because no beam used them any more."
     )
     kv_blocks_cached: int = _group_count(
-        "counter", "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache."
+        "counter", "Full KV blocks of the best hypotheses of searches that entered the prefix cache."
     )
     preemptions: int = _group_count("counter", "Preemptions of beam groups.")
     catalog_items: int = _group_count(
-        "peak", "Items of all catalogs that workers hold, sets that came with requests among them."
+        "peak", "Items of all catalogs that workers hold, including sets that came with requests."
     )
-    catalog_bytes: int = _group_count("peak", "Bytes that these catalogs take on each device.")
-    catalog_loads: int = _group_count("counter", "Catalog files that were loaded: at the start, and as new versions.")
+    catalog_bytes: int = _group_count("peak", "Bytes of these catalogs on each device.")
+    catalog_loads: int = _group_count("counter", "Catalog files that were loaded, at the start and as new versions.")
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
     def add_report(self, other: GroupStats) -> None:
-        """Include a later report."""
+        """Add a later report."""
         peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
         self.add(other)
         self.kv_blocks_peak, self.catalog_items, self.catalog_bytes = peak, other.catalog_items, other.catalog_bytes
@@ -101,26 +100,26 @@ class GroupStats(GroupCounts):
 
 
 class GroupTally:
-    """Counts for the next report, in plain additions."""
+    """Collects counts for the next report."""
 
     def __init__(self) -> None:
         self.stats = GroupStats()  # since the last report
-        self.has_news = False  # although there may be no group any more
-        self._totals = Counter[str]()  # of what others count, as reported
+        self.has_news = False  # even if no group is left
+        self._totals = Counter[str]()  # of counts kept elsewhere, at the last report
 
     def finish(self, reason: str) -> None:
-        """A group has ended, for one of `REASONS`."""
+        """Count a group that ended, for one of `REASONS`."""
         self.stats.groups_finished[reason] += 1
         self.has_news = True
 
     def report(self, widths: Sequence[int], blocks: TrieBlockCounts, peak: int, catalogs: CatalogCounts) -> GroupStats:
-        """All since the last report.
+        """All changes since the last report.
 
         Args:
             widths: Rows of each running group.
-            blocks: What all tries have done so far.
-            peak: Most KV blocks that groups have held so far.
-            catalogs: What there is of them.
+            blocks: Block counts of all tries so far.
+            peak: The most KV blocks that groups have held so far.
+            catalogs: The catalogs that workers hold.
         """
         totals = Counter({f"kv_blocks_{name}": count for name, count in vars(blocks).items()})
         totals.update(groups_running=len(widths), rows_running=sum(widths), catalog_loads=catalogs.loads)
@@ -133,12 +132,12 @@ class GroupTally:
 
 
 def attach_group_stats(carrier: SchedulerStats, stats: GroupStats) -> None:
-    """Send `stats` along."""
+    """Attach `stats` to vLLM's statistics."""
     carrier.kv_connector_stats = {**(carrier.kv_connector_stats or {}), PLUGIN_NAME: vars(stats)}
 
 
 def take_group_stats(carrier: SchedulerStats) -> GroupStats | None:
-    """What was sent along. It is gone from the carrier then: vLLM's loggers take what is there for a KV connector's."""
+    """Remove and return attached stats: vLLM's loggers would take them for a KV connector's."""
     if PLUGIN_NAME not in (carried := carrier.kv_connector_stats or {}):
         return None
     carrier.kv_connector_stats = {key: value for key, value in carried.items() if key != PLUGIN_NAME} or None

@@ -1,1 +1,1 @@
-"""The front end's side: requests, which are checked before an engine sees them, and its answers."""
+"""The front end: checks requests before an engine sees them, and turns the engine's answers into vLLM's outputs."""

@@ -1,4 +1,4 @@
-"""`AsyncLLM`, which servers have: hooks take in some of its requests, and outputs of others are completed."""
+"""Wraps `AsyncLLM`, the engine client of servers: hooks handle some requests, and outputs of others are completed."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def async_llm_generate(
 async def async_llm_abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
-    """Abort what the engine knows nothing of, too, as searches by steps; let the engine answer for other searches.
+    """Also abort requests that are not in the engine, such as searches by steps; the engine answers other searches.
 
-    Of an ordinary request the front end holds what there is. What a search has found, the engine knows alone.
+    The front end holds the output of an ordinary request, but only the engine knows what a search has found so far.
     """
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     for hook in ONLINE.get(self, {}).values():
         hook.cancel(ids)
     abort_request_readings(self, ids)
     is_internal = arguments_to_vllm(original, self, ids, *args, **kwargs)["internal"]
-    if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
+    if not (is_internal and isinstance(request_id, str)):  # vLLM's `generate` aborts like this when its client is gone
         searches = _async_llm_searches(self, are_internal=is_internal)
         keys = [*dict.fromkeys(chain(*(searches.get(id_, ()) for id_ in ids)))]
         ids = [id_ for id_ in ids if id_ not in searches]
@@ -74,7 +74,7 @@ async def async_llm_abort(
 async def async_llm_pause_generation(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any
 ) -> None:
-    """Abort searches by steps, too, where a pause aborts all, and what is being read: the engine has nothing of it."""
+    """If a pause aborts all requests, also abort those not in the engine: searches by steps and requests being read."""
     if arguments_to_vllm(original, self, *args, **kwargs)["mode"] == "abort":
         for hook in ONLINE.get(self, {}).values():
             hook.cancel()
@@ -85,16 +85,16 @@ async def async_llm_pause_generation(
 async def _async_llm_whole_outputs(
     outputs: AsyncGenerator[RequestOutput, None], tokenizer: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a search, whole."""
+    """The completed outputs of a search."""
     async with aclosing(outputs):
         async for output in outputs:
             yield await whole_answer(output, tokenizer)
 
 
 def _async_llm_searches(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
-    """By what ids the engine knows searches, by those that clients call them, or by its own.
+    """The engine's ids of searches, by the ids that clients gave, or by its own.
 
-    Of names that clients gave, those are left out that something else has, too.
+    Clients' ids that other requests share are left out.
     """
     states, own_ids = engine.output_processor.request_states, defaultdict[str, list[str]](list)
     for own_id, state in states.items():

@@ -1,4 +1,4 @@
-"""`python -m vllm_trie.entrypoints.batch`: runs a batch job, by `vllm_trie.batch`, which stands outside of the core."""
+"""`python -m vllm_trie.entrypoints.batch`: runs a batch job of `vllm_trie.batch`."""
 
 from pkgutil import resolve_name
 

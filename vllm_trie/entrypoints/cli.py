@@ -1,4 +1,4 @@
-"""`--plugin trie_beam`, wherever vLLM's command line takes engine arguments."""
+"""Adds `--plugin trie_beam` wherever vLLM's command line takes engine arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 
 
 def cli_plugin_name(name: str) -> str:
-    """A plugin that is installed and that vLLM has loaded.
+    """Check the name of a plugin.
 
     Raises:
-        argparse.ArgumentTypeError: there is none of this name.
+        argparse.ArgumentTypeError: no plugin of this name is installed, or `VLLM_PLUGINS` leaves it out.
     """
     import vllm.envs as envs
 
@@ -28,15 +28,15 @@ def cli_plugin_name(name: str) -> str:
         hint = f"did you mean {meant[0]}?" if meant else f"installed: {', '.join(installed)}"
         raise argparse.ArgumentTypeError(f"unknown plugin {name!r}; {hint}")
     if envs.VLLM_PLUGINS is not None and name not in envs.VLLM_PLUGINS:
-        raise argparse.ArgumentTypeError(f"the environment variable VLLM_PLUGINS leaves plugin {name!r} out; add it")
+        raise argparse.ArgumentTypeError(f"the environment variable VLLM_PLUGINS leaves out plugin {name!r}; add it")
     return name
 
 
 @wraps_vllm("add_cli_args", ENGINE_ARGS)
 def add_cli_args(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
-    """Parsers of engine arguments know `--plugin`."""
+    """Add `--plugin` to a parser of engine arguments."""
     parser = original(parser, **kwargs)
-    group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
+    group = parser.add_argument_group(title="plugins", description="Plugins that act only in engines that select them.")
     text = f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine."
     group.add_argument("--plugin", action="append", type=cli_plugin_name, metavar="NAME", help=text)
     return parser

@@ -1,6 +1,6 @@
-"""`LLM.beam_search` in the engine: same arguments, same results, no request per beam and token.
+"""Runs `LLM.beam_search` in the engine: same arguments, same results, no request per beam and token.
 
-Here, too, `LLM` ends what runs when its user interrupts it.
+It also makes `LLM` abort its requests when the user interrupts it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ROOT = (-1, -1)
 def llm_beam_search(
     original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
 ) -> list[BeamSearchOutput]:
-    """`LLM.beam_search` runs in every engine that has beams."""
+    """Run `LLM.beam_search` in the engine if that has beams and supports the arguments, else vLLM's own loop."""
     call = arguments_to_vllm(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
     if has_beams(self.llm_engine.vllm_config):
         _refuse_other_llm_params(params)
-    if params.max_tokens == 0:  # it asks the engine for nothing
+    if params.max_tokens == 0:  # vLLM's loop then does not call the engine
         return original(self, *args, **kwargs)
     vllm_config = self.llm_engine.vllm_config
     refusal, inputs = None, None
@@ -72,7 +72,7 @@ def llm_beam_search(
 
 
 def _refuse_other_llm_params(params: Any) -> None:
-    """Name the call that takes these parameters, if it is not `LLM.beam_search`."""
+    """Refuse parameters that are not `BeamSearchParams`, and name the call that takes them."""
     if isinstance(params, BeamSearchParams):
         return
     kind = type(params).__name__
@@ -84,7 +84,7 @@ def _refuse_other_llm_params(params: Any) -> None:
 
 @contextmanager
 def _rendered_llm_inputs(llm: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """Let vLLM's own loop find its prompts rendered: an image that is rendered once more, vLLM takes for sent."""
+    """Give vLLM's loop the rendered prompts: vLLM takes an image that is rendered twice for sent already."""
     llm._preprocess_cmpl = lambda prompts: inputs
     try:
         yield
@@ -119,8 +119,8 @@ def _llm_search(
     )
     limit = len(prompts) if concurrency_limit is None else concurrency_limit
     if limit < 1 and prompts:
-        raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
-    if limit < len(prompts):  # the last ones would be checked only after the first ones were searched
+        raise ValueError(f"concurrency_limit={concurrency_limit} allows no request; pass at least 1, or None")
+    if limit < len(prompts):  # check all prompts before any is searched
         tasks = engine.get_supported_tasks()
         for prompt in prompts:
             engine.input_processor.process_inputs("check", prompt.engine_input, sampling_params, supported_tasks=tasks)
@@ -155,10 +155,10 @@ def _llm_search(
 def _llm_beam_sequence(
     output: CompletionOutput, prompt: _Prompt, tokenizer: Any, params: BeamSearchParams, places: dict[Any, Any]
 ) -> BeamSearchSequence:
-    """One hypothesis as vLLM's own loop returns it: the prompt is part of its tokens and of its text.
+    """One hypothesis as vLLM's own loop returns it: its tokens and text include the prompt.
 
     Args:
-        places: Log-probabilities by what comes before them; hypotheses share them as they share prefixes.
+        places: Log-probabilities by prefix, which hypotheses share.
     """
     engine_input = prompt.engine_input
     decoder_input = engine_input["decoder_prompt"] if engine_input["type"] == "enc_dec" else engine_input
@@ -177,7 +177,7 @@ def _llm_beam_sequence(
 
 
 def _llm_beam_logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int, Any]]:
-    """For each token the log-probabilities at its place."""
+    """The log-probabilities at the position of each token."""
     logprobs, node = [], ROOT
     for position, token in enumerate(output.token_ids):
         if node not in places:
@@ -197,7 +197,7 @@ def llm_run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **
 
 @contextmanager
 def _llm_aborted_on_error(engine: LLMEngine) -> Iterator[None]:
-    """End what runs when the user interrupts: vLLM would go on with it during the next call."""
+    """Abort all requests when the user interrupts: vLLM would go on with them during the next call."""
     try:
         yield
     except BaseException:

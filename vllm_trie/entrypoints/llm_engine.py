@@ -1,4 +1,4 @@
-"""`LLMEngine`, which `LLM` runs: hooks take in some of its requests. Their outputs: see `llm_engine_step`."""
+"""Wraps `LLMEngine`, the engine of `LLM`: hooks handle some requests; `llm_engine_step` gives them their outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def llm_engine_add_request(
 def llm_engine_abort_request(
     original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
-    """Abort what is known by other ids, too: here by those of whoever asked, in the engine's core by its own."""
+    """Also abort requests of hooks, which users know by their own ids, and the engine's core by others."""
     request_ids = list(request_ids)
     if hooks := OFFLINE.get(self):
         states, parents = self.output_processor.request_states, self.output_processor.parent_requests
@@ -39,14 +39,14 @@ def llm_engine_abort_request(
 
 
 def llm_engine_abort_all(engine: LLMEngine) -> None:
-    """Abort all requests, and what waits for outputs that are lost, as a step that is interrupted returns none."""
+    """Abort all requests, also those of hooks whose outputs were lost in an interrupted step."""
     waiting = chain(*(hook.waiting for hook in OFFLINE.get(engine, {}).values()))
     engine.abort_request([*engine.output_processor.request_states, *waiting], internal=True)
 
 
 @wraps_vllm("get_num_unfinished_requests", LLMEngine)
 def llm_engine_count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
-    """Requests count as the outputs that they will have."""
+    """Count each request as often as it has outputs."""
     states = self.output_processor.request_states.values()
     num_others = sum(state.n - 1 for state in states if isinstance(state, AnswerState))
     num_others += sum(hook.num_more_outputs() for hook in OFFLINE.get(self, {}).values())

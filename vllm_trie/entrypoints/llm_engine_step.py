@@ -1,4 +1,4 @@
-"""A step of `LLMEngine`: hooks take those outputs that belong to them. Wrapped once a request has asked for a hook."""
+"""Wraps `LLMEngine.step` once a request uses a hook: hooks take the outputs that belong to them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from vllm_trie.entrypoints.output_hooks import OFFLINE
 @wraps_vllm("step", LLMEngine)
 def llm_engine_step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
-    for hook in [*OFFLINE.get(self, {}).values()]:  # a scorer may ask the engine that it scores for, and bring another
+    for hook in [*OFFLINE.get(self, {}).values()]:  # a scorer may call this engine, and so add a hook
         outputs = hook.take(self, outputs) if hook.waiting else outputs
     return outputs

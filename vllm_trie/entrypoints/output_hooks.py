@@ -1,7 +1,6 @@
-"""Where what stands outside of the core takes part: in requests on their way in, and in outputs on their way back.
+"""Hooks by which features outside of the core handle requests and complete outputs.
 
-Few requests ask for any of it. The first one that does loads what it asks for, by its name in a table here; the core
-imports none of it.
+Few requests use them. The first one that does loads the feature, by its name in a table here; the core imports none.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ Complete = Callable[[RequestOutput, dict[str, Any], Any], Iterator[None]]
 
 
 class OfflineHook(ABC, Generic[Waiting]):
-    """The requests of one kind in one `LLMEngine`, each of which is other requests to the engine's core.
+    """Handles all requests of one kind in one `LLMEngine`, each by means of other requests to the engine's core.
 
-    It must hold no reference to the engine, which is what it is kept by.
+    It must hold no reference to the engine, which is its key in a weak dictionary.
 
     Attributes:
-        waiting: What is known of each request that is not answered yet, by an id of the hook's own.
+        waiting: State of each unanswered request, by an id of the hook.
     """
 
     def __init__(self) -> None:
@@ -52,27 +51,27 @@ class OfflineHook(ABC, Generic[Waiting]):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """Take in a request; arguments and result are those of vLLM's `add_request`, which is `original`."""
+        """Accept a request; arguments and result are those of vLLM's `add_request`, which is `original`."""
 
     @abstractmethod
     def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
-        """Returns what the engine's step returns in place of `outputs`. Called while requests are waiting."""
+        """Return what the engine's step returns in place of `outputs`. Called while requests are waiting."""
 
     @abstractmethod
     def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
-        """Forget requests of these names: own ids, ids of the engine's requests, or those that users gave.
+        """Forget requests with these ids: the hook's, the engine's, or those that users gave.
 
         Returns:
-            Ids of requests that the engine is still to abort.
+            Ids of requests that the engine must also abort.
         """
 
     @abstractmethod
     def num_more_outputs(self) -> int:
-        """Outputs that users wait for, beyond those of the engine's requests; negative where these have more."""
+        """Outputs that users wait for minus those of the engine's requests; may be negative."""
 
 
 class OnlineHook(ABC):
-    """The requests of one kind in one `AsyncLLM`; it must hold no reference to the engine."""
+    """Handles all requests of one kind in one `AsyncLLM`; it must hold no reference to the engine."""
 
     @abstractmethod
     def generate(
@@ -93,10 +92,10 @@ class OnlineHook(ABC):
 
 
 class OutputHooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
-    """The hooks of each engine in which a request has asked for one.
+    """The hooks of each engine, created by the first request that uses them.
 
     Args:
-        classes: Where the class of each kind is, in the order in which hooks take outputs.
+        classes: "module:class" of each kind, in the order in which hooks take outputs.
     """
 
     def __init__(self, classes: dict[str, str]) -> None:
@@ -104,7 +103,7 @@ class OutputHooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
         self._classes = classes
 
     def of_request(self, engine: Engine, params: Any) -> Hook | None:
-        """The hook that takes in a request with these parameters; None, as for most: the engine itself does."""
+        """The hook that handles a request with these parameters; None for most requests, which the engine handles."""
         if not isinstance(params, SamplingParams) or not (options := params.extra_args):
             return None
         for kind, place in self._classes.items():
@@ -125,7 +124,7 @@ def _asks_step_search_hook(options: dict[str, Any]) -> bool:
     return options_ask_for_beams(options) and kind_by_options(options) is StepOptions
 
 
-_ASKS = {"reranking": _asks_reranking_hook, "step_search": _asks_step_search_hook}  # not whether a request may
+_ASKS = {"reranking": _asks_reranking_hook, "step_search": _asks_step_search_hook}  # not whether it may
 OFFLINE: OutputHooks[LLMEngine, OfflineHook[Any]] = OutputHooks(
     {
         "reranking": "vllm_trie.reranking.offline:Reranking",
@@ -134,7 +133,7 @@ OFFLINE: OutputHooks[LLMEngine, OfflineHook[Any]] = OutputHooks(
 )
 ONLINE: OutputHooks[AsyncLLM, OnlineHook] = OutputHooks({"step_search": "vllm_trie.step_search.online:StepSearches"})
 
-COMPLETE = {  # fields of an answer that the engine sends in part: what completes them, in the front end
+COMPLETE = {  # fields of an answer that the engine sends in part -> the function that completes them
     "beam_results": "vllm_trie.entrypoints.answers.beam_results:complete_answer_beam_results",
     "trace": "vllm_trie.trace.texts:complete_trace",
 }
@@ -142,10 +141,10 @@ _load: Callable[[str], Complete] = cache(resolve_name)
 
 
 def completing_by_output_hooks(output: RequestOutput | PoolingRequestOutput | None, tokenizer: Any) -> Iterator[None]:
-    """Complete the answer of a search, and pause whenever other requests may have their turn.
+    """Complete the answer of a search; yields whenever other requests may get a turn.
 
     Args:
-        output: It has `kv_transfer_params` only where there is something beside the hypotheses.
+        output: Has `kv_transfer_params` only if the answer has more than hypotheses.
         tokenizer: The engine's, if it has one.
     """
     if not isinstance(output, RequestOutput) or output.kv_transfer_params is None:

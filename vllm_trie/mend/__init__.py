@@ -1,1 +1,1 @@
-"""`python -m vllm_trie.mend`: a tool of the set-up, of which nothing is loaded where beams run."""
+"""`python -m vllm_trie.mend`: repairs an installation on a CPU. Engines load nothing of it."""

@@ -1,4 +1,4 @@
-"""See `cpu_build.py`."""
+"""The entry point of `python -m vllm_trie.mend`."""
 
 from vllm_trie.mend.cpu_build import main
 

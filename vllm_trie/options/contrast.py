@@ -1,4 +1,4 @@
-"""The option `contrast`, whose weights have names and defaults of O'Brien and Lewis 2023 (arXiv 2309.09117)."""
+"""The option `contrast`, whose weights are named as in O'Brien and Lewis 2023 (arXiv 2309.09117)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing_extensions import TypedDict
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import Number
 
-MOST_BETA = 1_000  # with more, sums in float32 would no longer tell hypotheses apart
+MOST_BETA = 1_000  # above this, float32 sums can no longer separate hypotheses
 DEFAULTS = {"model": "draft", "alpha": 0.1, "beta": 0.5}
 
 
 class ContrastOption(TypedDict, total=False):
-    """Which model is contrasted, and how; `DEFAULTS` stand for what is left out."""
+    """The value of `contrast`; `DEFAULTS` fill in missing keys."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
     model: Literal["draft"]
@@ -25,19 +25,19 @@ class ContrastOption(TypedDict, total=False):
 
 
 def contrast_option_weights(contrast: Mapping[str, Any]) -> dict[str, float]:
-    """Its alpha and beta."""
+    """The `alpha` and `beta` of a value of `contrast`, with defaults."""
     given = {**DEFAULTS, **contrast}
     return {name: float(given[name]) for name in ("alpha", "beta")}
 
 
 def check_contrast_option(contrast: Mapping[str, Any] | None, why_not: str | None) -> None:
-    """Refuse to contrast without a draft model that says something of every token.
+    """Refuse `contrast` without a draft model that gives every token a probability.
 
     Args:
-        why_not: What an engine has instead; None if it has one.
+        why_not: What the engine has instead, as a clause; None if it has such a model.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option, its value and what would work.
     """
     if contrast is not None and why_not is not None:
         raise ValueError(

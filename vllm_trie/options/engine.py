@@ -1,4 +1,4 @@
-"""The options of one engine."""
+"""The options of one engine, parsed from its `additional_config`."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ PLUGIN_NAME = "trie_beam"
 class EngineOptions(Speculating, Drawing):
     """The options of one engine.
 
-    Those of drawing and speculation are for requests that say nothing of them, as far as they apply to these.
+    Those of sampling and speculation are defaults for requests that do not set them, unless they clash with these.
 
     Args:
-        reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go back earlier when
-            free blocks run low, and in any case when the group ends.
+        reclaim_interval: Steps after which a group returns KV blocks that no beam uses any more to vLLM's pool. They
+            are returned earlier when free blocks run low, and in any case when the group ends.
         max_beam_width: The widest search a request may ask for; without `memory_mode`, `max_num_seqs` limits it in
             any case. On a GPU CUDA graphs are captured up to it, unless the sizes to capture are set.
-        semantics: What requests get that name no semantics.
+        semantics: The semantics of requests that name none.
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
-        debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
+        debug_rank_check: Compare the decisions of all tensor parallel ranks in every step, and stop the engine if they
             differ; for tests and bug reports, slow.
         catalogs: Files of catalogs, by the names that requests use; `python -m vllm_trie.catalog build` makes them.
-        catalog_folder: The folder from which a running engine may take new versions of its catalogs and lists.
+        catalog_folder: The folder from which a running engine may load new versions of its catalogs and lists.
         exclude: Files of item ids, one per line, by the names by which requests exclude these items.
-        request_tables_bytes: How much memory of each device may be taken by what comes with running requests:
-            `allowed_sequences`, 9 bytes for each distinct prefix of one, and the tables of `phrase_boosts`. Requests
-            for which there is no room wait, and one that needs more is refused. On a GPU it is set aside while vLLM
-            measures what is left for its KV cache.
-        scorers: Endpoints that score steps, by the names that requests use: a client of a server can name no other.
+        request_tables_bytes: Bytes of each device for the tables of running requests: `allowed_sequences`, 9 bytes for
+            each distinct prefix of one, and `phrase_boosts`. Requests that do not fit at the moment wait; a request
+            that needs more is refused. On a GPU this memory is set aside while vLLM measures what is left for its KV
+            cache.
+        scorers: Endpoints that score steps, by the names that requests use; clients of a server can use no others.
         shared_prefix_attention: Attention reads the KV blocks that all beams share once for all of them: "auto" where
-            that pays, as was measured on CPUs and on a GPU, there in layers of FlashAttention; "on"
-            wherever it can; "off" never.
-        vllm_check: What a vLLM that differs from the recorded one leads to: "strict", to a refusal; "warn", to a
-            warning where what differs may still fit; "off", to nothing. By default what `VLLM_TRIE_CHECK` says, else
-            "warn".
+            measurements on CPUs and on a GPU, there in FlashAttention layers, showed that it pays; "on" wherever it
+            can; "off" never.
+        vllm_check: What to do if vLLM differs from the recorded version: "strict" refuses to start; "warn" starts with
+            a warning if the difference may still fit; "off" does not compare. By default the value of
+            `VLLM_TRIE_CHECK`, or else "warn".
     """
 
     prefix: ClassVar[str] = f"{PLUGIN_NAME}."
@@ -78,15 +78,15 @@ class EngineOptions(Speculating, Drawing):
 
     @property
     def has_files(self) -> bool:
-        """Whether the engine reads files at its start."""
+        """Whether the engine reads catalogs or lists when it starts."""
         return bool({**self.catalogs, **self.exclude})
 
     def check(self) -> None:
-        """Refuse to draw and not to draw."""
+        """Refuse defaults of `do_sample` and `speculation` that contradict each other."""
         refuse_options({"do_sample": self.do_sample, "speculation": self.speculation}, self.prefix)
 
     @classmethod
     def cure(cls, name: str) -> str:
         meant = option_meant_by(name, [*cls.model_fields, *OPTIONS], cutoff=0.6)
         is_of_requests = meant is not None and " " not in meant and meant not in cls.model_fields
-        return f"{meant} is for requests: each has its own" if is_of_requests else super().cure(name)
+        return f"{meant} is an option of requests, not of the engine" if is_of_requests else super().cure(name)

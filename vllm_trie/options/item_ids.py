@@ -1,4 +1,4 @@
-"""Ids of items in a request. They may be many: read once, they are bytes, which nobody copies or looks through."""
+"""The option `exclude_items` of a request: ids are parsed once into bytes, since there may be 100,000 of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, Self
 
 import numpy as np
 
-MOST_EXCLUDED = 100_000  # items that a request must not return; more make a list of the engine
+MOST_EXCLUDED = 100_000  # ids in a request; longer lists belong in the engine's option `exclude`
 
 
 class ItemIds(bytes):
-    """[n] int64, in the order in which they came."""
+    """Item ids [n] int64 as bytes, in the order of the request."""
 
     @classmethod
     def of(cls, ids: Any) -> Self:
-        """Those of a list.
+        """Pack a list of integers.
 
         Raises:
-            ValueError: it is none, or has what is no integer of 64 bits.
+            ValueError: `ids` is not a list of 64-bit integers.
         """
         if isinstance(ids, cls):
             return ids
         if not isinstance(ids, list) or [*map(type, ids)].count(int) < len(ids):
-            raise ValueError("no list of integers")
+            raise ValueError("not a list of integers")
         try:
             return cls(struct.pack(f"={len(ids)}q", *ids))
         except struct.error:
@@ -32,7 +32,7 @@ class ItemIds(bytes):
 
     @property
     def numbers(self) -> np.ndarray:
-        """[n] int64."""
+        """The ids [n] int64, without a copy."""
         return np.frombuffer(self, np.int64)
 
     def __repr__(self) -> str:
@@ -43,10 +43,10 @@ class ItemIds(bytes):
 
 
 def read_item_ids(text: str) -> Any:
-    """What a JSON text says. A list of numbers as programs write it becomes `ItemIds`, in a third of the time.
+    """Parse a JSON text. A list of numbers with uniform separators becomes `ItemIds`, in a third of the time.
 
     Raises:
-        ValueError: it is no JSON; zeros in front of a number may pass.
+        ValueError: it is not JSON; leading zeros of a number may pass.
     """
     raw = text.encode() if text.isascii() else b""
     numbers, marks = raw[1:-1], raw.translate(None, b"0123456789")
@@ -55,7 +55,7 @@ def read_item_ids(text: str) -> Any:
     is_list = raw[:1] + raw[-1:] == b"[]" and marks == b"[" + separator * num_separators + b"]"
     if is_list and num_separators < MOST_EXCLUDED and 2 * separator not in separator + numbers + separator:
         ids = np.fromstring(numbers, np.int64, sep=",")
-        # Of what is no JSON it may read a part; of what is larger it makes the largest.
+        # `fromstring` stops early at what is not a number, and clips larger numbers to the maximum.
         if len(ids) == num_separators + 1 and ids.max() < np.iinfo(np.int64).max:
             return ItemIds(ids.tobytes())
     return json.loads(text)

@@ -1,6 +1,6 @@
-"""The options of requests, part by part: each belongs to one of these classes.
+"""The type, range, default and meaning of each option of requests; each belongs to one of these classes.
 
-Which go together is in `matrix.py`; here each has its type, range, default and meaning.
+`matrix.py` has the combinations that are refused.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
 
-MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
-MOST_PENALTY = 6  # a million tokens to this power still fit float32
-MOST_VLLM_PENALTY = 40  # and ten million to this one float64, in which vLLM's rules reckon
-MOST_NGRAM = 64  # tokens, which are compared one by one in every step
-MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
-MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
-MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
-MOST_EXCLUDED_JSON = 2_200_000  # characters: room for so many ids of twenty digits, a comma and a space
-MOST_STRING = 100_000  # characters of one of them, far more than a model writes as one item
-MOST_SEQUENCE_JSON = 20_000_000  # characters: room for so many tokens of seven digits, a comma and a space
+MOST_SCALE = 1_000  # of log-probabilities; by then only the most probable hypothesis counts
+MOST_PENALTY = 6  # a million tokens to the power of 6 still fits float32
+MOST_VLLM_PENALTY = 40  # ten million to the power of 40 still fits float64, which vLLM's rules use
+MOST_NGRAM = 64  # tokens, compared one by one in every step
+MOST_WIDTHS = 4_096  # entries of `beam_widths`
+MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; larger sets belong in a catalog
+MOST_SEQUENCE_CHARACTERS = 8_000_000  # of strings: about as long as 2,000,000 tokens
+MOST_EXCLUDED_JSON = 2_200_000  # characters: 100,000 ids of twenty digits, a comma and a space
+MOST_STRING = 100_000  # characters of one sequence, far more than a model writes as one item
+MOST_SEQUENCE_JSON = 20_000_000  # characters: 2,000,000 tokens of seven digits, a comma and a space
 
-MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
-MOST_PHRASE_LENGTH = 256  # tokens; what a step looks at grows with the longest phrase
+MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step reads all of their tokens
+MOST_PHRASE_LENGTH = 256  # tokens; the tokens that a step reads grow with the longest phrase
 MOST_PHRASE_CHARACTERS = 100_000  # of all phrases
 MOST_PHRASE_JSON = 500_000  # characters
 MOST_STOPS, MOST_STOP_LENGTH = 64, 256  # stop strings, or delimiters of steps, and characters of each
-MOST_STOP_CHARACTERS = 4_096  # of all stop strings: what looks for them is made in an engine's step
+MOST_STOP_CHARACTERS = 4_096  # of all stop strings: their matcher is built within an engine step
 MOST_URL = 2_000  # characters
-MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
+MOST_WEIGHT = 100  # nats, far beyond the log-probabilities of models
 
 Semantics = Literal["hf", "vllm", "tridecode"]
 Speculation = Literal["auto", "exact", "sample", "off"]
@@ -45,14 +45,14 @@ Allot = Literal["even", "rebase", "dvts"]
 Order = Literal["breadth", "best", "mcts"]
 MetricName = Literal["chrf", "chrf++", "bleu", "ter"]
 
-FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough: a sentence names the option, and not all of them
+FAIL_FAST = Field(fail_fast=True)  # a refusal names the option, not its entries, so the first wrong one is enough
 Tokens = Annotated[list[int], Field(min_length=1), FAIL_FAST]
 Int64 = Annotated[int, Field(ge=-1 << 63, lt=1 << 63)]
 
 
 @dataclass(frozen=True)
 class SequencesText:
-    """A JSON text of sequences, which may be long: whoever needs them reads it."""
+    """`allowed_sequences` as a JSON text, which may be long: it is parsed only where it is needed."""
 
     text: str
 
@@ -67,7 +67,7 @@ Sequences = Annotated[
 ]
 ExcludedItems = Annotated[list[int] | ItemIds, PlainValidator(ItemIds.of)]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
-# A phrase, or all ways to write it, and its weight; a list, too, as JSON has no pairs.
+# A phrase, or all ways to write it, and its weight. A list is accepted as JSON has no pairs.
 PhraseBoost = Annotated[
     tuple[
         Annotated[str, Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1), FAIL_FAST],
@@ -76,7 +76,7 @@ PhraseBoost = Annotated[
     Strict(False),
 ]
 
-# What is said of a value out of range, after the option and the value.
+# How the refusal of a value goes on after the option and the value.
 _RATIO = "is not a ratio of probabilities; pass a number in (0, 1]"
 _DIFFERENCE = "is not a difference of log-probabilities; pass a number >= 0"
 _WAYS = "is not a number of continuations; pass an integer >= 1"
@@ -103,19 +103,19 @@ NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or t
 
 
 class Core(Options):
-    """What every search has, by tokens or by steps.
+    """The options of every search, by tokens or by steps.
 
     Args:
-        beam_width: Beams searched side by side; `n` of them come back. One beam is greedy search.
+        beam_width: Beams that are searched in parallel; the best `n` are returned. One beam is greedy search.
         early_stopping: When `beam_width` hypotheses are finished, True stops; False goes on while the best running
-            beam, at its present length, can beat one of them; "never" while it can at any length. As transformers'
+            beam, at its present length, can beat one of them; "never" while it can at any length. As in transformers'
             `generate`. One beam always stops at the first stop token.
-        unit: What beams grow by: "token", or "step", a text up to a delimiter, drawn and then scored. See
+        unit: What beams grow by: "token", or "step", a text up to a delimiter that is sampled and then scored. See
             docs/step_search.md.
     """
 
     beam_width: int = option(..., "is not a whole number of beams; pass an integer of at least 1", ge=1)
-    early_stopping: EarlyStopping = option(False, 'is none of False, True and "never"')
+    early_stopping: EarlyStopping = option(False, 'is not False, True or "never"')
     unit: Literal["token", "step"] = option("token")
 
 
@@ -127,14 +127,14 @@ class Ranking(Options):
             vLLM's `LLM.beam_search`, "tridecode" is the published code of Efficient Beam Search for LLMs Using
             Trie-Based Decoding. By default the engine's.
         length_penalty: Hypotheses compete by cumulative log-probability / length to this power: > 0 favours long ones.
-        beam_widths: Beams after each step, the first ones; the last number goes on. The greatest is the `beam_width`,
-            which may be left out: so many hypotheses compete in the end.
-        num_beam_groups: Group beam search: the beams are in so many groups of equal width, each of which avoids what
-            the groups before it take in the same step. As transformers 4's `generate`.
-        diversity_penalty: What each beam of the groups before it that takes a token takes off that token's
-            log-probability.
+        beam_widths: The number of beams after each step; the last one holds for all further steps. The greatest is the
+            `beam_width`, which may be left out: so many hypotheses compete in the end.
+        num_beam_groups: Group beam search: the beams form so many groups of equal width, each of which avoids tokens
+            that earlier groups take in the same step. As in transformers 4's `generate`.
+        diversity_penalty: Subtracted from a token's log-probability for each beam of an earlier group that takes this
+            token.
         prune_relative: Drop a continuation less than this many times as probable as the best of all beams.
-        prune_absolute: Drop a continuation whose cumulative log-probability trails the best by more nats.
+        prune_absolute: Drop a continuation whose cumulative log-probability trails the best by more than this, in nats.
         prune_relative_local: Drop a continuation whose last token is less than this many times as probable as the most
             probable one after any beam.
         max_candidates_per_parent: Continue each beam in at most this many ways.
@@ -145,9 +145,9 @@ class Ranking(Options):
         contrast: Contrastive decoding, as in `{"model": "draft", "alpha": 0.1, "beta": 0.5}`, which are the defaults:
             hypotheses compete by the sum of `(1 + beta) * log p - beta * log q` over their tokens, where p is the
             model's probability and q the draft model's. A token must be at least `alpha` times as probable as the most
-            probable one in its place. In `vllm_xargs` a JSON text. See docs/constraints.md.
-        no_repeat_ngram_size: No hypothesis has an n-gram of this many tokens twice, the prompt's n-grams among them; 0
-            lets it repeat any. As transformers' `generate`.
+            probable one at its position. In `vllm_xargs` a JSON text. See docs/constraints.md.
+        no_repeat_ngram_size: No n-gram of this many tokens occurs twice in the prompt and hypothesis together; 0 allows
+            all. As in transformers' `generate`.
     """
 
     semantics: Semantics | None = option(None)
@@ -169,14 +169,14 @@ class Ranking(Options):
 
 
 class Delivery(Options):
-    """How hypotheses come back.
+    """How hypotheses are returned.
 
     Args:
         compact: Return all hypotheses, `beam_width` of them, as arrays in the one output of the request (`n=1`), which
             `vllm_trie.hypotheses` reads.
-        trace: Return the search itself, too, as lists: the beams, finished hypotheses and drafts of all steps, which
+        trace: Also return the search itself, as lists: the beams, finished hypotheses and drafts of all steps, which
             `vllm_trie.Trace` reads and `python -m vllm_trie.trace` draws. See docs/trace.md.
-        beam_results: Return the `n` hypotheses once more, with their scores, in SGLang's shape. See
+        beam_results: Return the `n` hypotheses a second time, with their scores, in SGLang's format. See
             docs/coming_from.md.
     """
 
@@ -186,22 +186,22 @@ class Delivery(Options):
 
 
 class Reranking(Options):
-    """In which order hypotheses come back, offline and in batch jobs.
+    """In which order hypotheses are returned, offline and in batch jobs.
 
     Args:
-        rerank: "mbr": by minimum Bayes risk. All `beam_width` hypotheses are a pool; the best `n` are those that are
-            most like all of the pool, by the metric. See docs/reranking.md.
-        metric: What says how alike two texts are: the name of one of sacrebleu's metrics, of sentences, or a callable
-            that takes a list of `vllm_trie.HypothesisPair` and returns a number for each, the higher the better.
-        rerank_scale: Each hypothesis of the pool weighs as much as its probability to this power; 0 weighs all alike,
-            as is right where they are drawn.
-        rerank_confidence: Judge fewer pairs: drop a hypothesis once it is not the best with this confidence, by
-            resampling. None judges all.
+        rerank: "mbr": by minimum Bayes risk. All `beam_width` hypotheses form a pool; the best `n` are those most
+            similar to the whole pool by the metric. See docs/reranking.md.
+        metric: The similarity of two texts: the name of one of sacrebleu's sentence metrics, or a callable that takes a
+            list of `vllm_trie.HypothesisPair` and returns a number for each, the higher the better.
+        rerank_scale: The weight of each hypothesis in the pool is its probability to this power; 0 weighs all equally,
+            which is right for sampled hypotheses.
+        rerank_confidence: Compare fewer pairs: drop a hypothesis once resampling shows with this confidence that it is
+            not the best. None compares all.
     """
 
     rerank: Literal["mbr"] | None = option(None)
     metric: MetricName | Callable[..., Any] = option(
-        "chrf", 'is no metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
+        "chrf", 'is not a metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
     )
     rerank_scale: Number = option(0.0, "is not a power of probabilities; pass a number >= 0", ge=0, le=MOST_SCALE)
     rerank_confidence: Number | None = option(
@@ -210,12 +210,12 @@ class Reranking(Options):
 
 
 class Drawing(Options):
-    """Beams that are drawn; an engine may say so for requests that do not say. None is not said.
+    """Sampling of beams; an engine may set defaults for requests. None is unset.
 
     Args:
-        do_sample: Draw the beams of each step from all continuations of all beams, by the product of their
+        do_sample: Sample the beams of each step from all continuations of all beams, by the product of their
             probabilities, instead of taking the best. Temperature and filters act on that joint distribution.
-        replacement: Whether the same continuation may be drawn more than once.
+        replacement: Whether the same continuation may be sampled more than once.
     """
 
     do_sample: bool | None = option(None)
@@ -223,13 +223,13 @@ class Drawing(Options):
 
 
 class RequestDrawing(Drawing):
-    """What else is drawn, where a request says so.
+    """Options of sampling that only requests have.
 
     Args:
-        stochastic: Draw whole hypotheses without replacement, in the order in which they come back, by stochastic beam
-            search: the probability of each is the model's, at this temperature and after filters.
-        sample_first: Draw this many tokens for each beam, by itself and with replacement, before the search begins. A
-            beam that draws a stop is finished; beams that draw alike stay alike.
+        stochastic: Sample whole hypotheses without replacement by stochastic beam search, and return them in sampling
+            order: the probability of each is the model's, at this temperature and after filters.
+        sample_first: Sample this many tokens for each beam, independently and with replacement, before the search
+            begins. A beam that samples a stop token is finished; beams that sample the same tokens stay identical.
     """
 
     stochastic: bool = option(False)
@@ -240,20 +240,20 @@ class Catalogs(Options):
     """Items that hypotheses must be.
 
     Args:
-        catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
+        catalog: The engine's catalog whose items hypotheses must be. See docs/catalogs.md.
         allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; in
             `extra_args` and `vllm_xargs` also as a JSON text. At most 2,000,000 tokens in all, and `max_model_len` of
             an item; or 8,000,000 characters in all, and 100,000 of an item.
         catalog_items: Items of a hypothesis, one after the other.
-        catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
+        catalog_after: Hypotheses begin freely; the items follow this token, an id or its text.
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
             itself ends the hypothesis.
-        catalog_renormalize: Let each row's log-probabilities be those among what the catalog allows, not the model's.
-        catalog_unique: Return each item once, as its best hypothesis, where several sequences have its id, or several
-            texts come before it: `beam_width` different items compete.
-        exclude_items: Ids of items of the catalog that no hypothesis may have, up to 100,000: what a user has seen,
-            what is out of stock. In `vllm_xargs` also as a JSON text.
-        exclude_list: The name of a list of such items, one of the engine's option `exclude`.
+        catalog_renormalize: Normalize each row's log-probabilities over the tokens that the catalog allows.
+        catalog_unique: Return each item once, as its best hypothesis, even if several sequences have its id or several
+            texts precede it: `beam_width` different items compete.
+        exclude_items: Ids of items of the catalog that no hypothesis may have, up to 100,000, such as items that a user
+            has seen or that are out of stock. In `vllm_xargs` also as a JSON text.
+        exclude_list: The name of a list of such items, from the engine's option `exclude`.
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
@@ -268,28 +268,29 @@ class Catalogs(Options):
 
 
 class Steps(Options):
-    """Steps that are drawn and scored: a search of its own, with `unit="step"`.
+    """Search by steps, `unit="step"`: each step is a text that is sampled and then scored.
 
     Args:
-        step_stop: The delimiters that end a step, which keeps them.
-        scorer: What gives each candidate its score: a callable, vLLM's `LLM` of a pooling model, or an endpoint: the
-            name of one of the engine's `scorers`, or offline its URL.
-        candidates: Steps that are drawn per beam: in each round `beam_width` times as many in all.
+        step_stop: The delimiters that end a step; they are part of it.
+        scorer: Scores each candidate: a callable, vLLM's `LLM` of a pooling model, or an endpoint: the name of one of
+            the engine's `scorers`, or offline its URL.
+        candidates: Steps that are sampled per beam: `beam_width` times as many per round in all.
         max_steps: Rounds; in the last one candidates go on to their end. By default as many as it takes.
-        allot: Who gets the candidates of a round: "even" deals them out evenly over the best `beam_width` candidates.
-            "rebase" shares them, by softmax of scores, among all that have not ended, less one for each that has.
-            "dvts" searches `beam_width` subtrees, each of which goes on with its own best candidate.
+        allot: How the candidates of a round are shared out: "even" evenly over the best `beam_width` candidates;
+            "rebase" by softmax of scores among all that have not ended, less one for each that has; "dvts" over
+            `beam_width` subtrees, each of which continues its best candidate.
         allot_temperature: Of the softmax of scores under "rebase": the lower, the more the best get.
-        prefer_shared: What beams lose of their share in the candidates, in sum 1, under "rebase", for the part of the
-            KV cache that they alone need: those that do not pay for it are dropped. As ETS's lambda; 0 drops none.
-        order: What a round expands: "breadth" the candidates of the round before it, "best" the best of all that were
-            never expanded, wherever they are in the tree, "mcts" those that the rule of Monte Carlo tree search
-            (UCT) leads to, with scores as values.
-        exploration: How much "mcts" prefers what it has visited rarely, for scores from 0 to 1.
-        pool: Candidates that did not go on, but may be returned to, whose KV blocks stay held, as far as there is
-            memory; what follows others is computed again, with the same result. By default as many as a round draws.
-        lookahead: Tokens that the model writes greedily behind each candidate, for the scorer to see; they are no part
-            of the hypothesis.
+        prefer_shared: Under "rebase", the price that beams pay from their shares of the candidates, which sum to 1,
+            for the part of the KV cache that only they need; those that cannot pay are dropped. As ETS's lambda; 0
+            drops none.
+        order: What a round expands: "breadth" the candidates of the round before it; "best" the best of all that were
+            never expanded, wherever they are in the tree; "mcts" those selected by the rule of Monte Carlo tree search
+            (UCT), with scores as values.
+        exploration: How strongly "mcts" prefers rarely visited candidates, for scores from 0 to 1.
+        pool: Candidates that did not go on but may be returned to, and whose KV blocks are held as far as memory
+            allows; the KV of others is computed again, with the same result. By default as many as a round samples.
+        lookahead: Tokens that the model writes greedily after each candidate, for the scorer only; they are not part of
+            the hypothesis.
     """
 
     step_stop: list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]] | None = option(
@@ -308,16 +309,16 @@ class Steps(Options):
 
 
 class Speculating(Options):
-    """How a search speculates; an engine may say it for requests that do not. None is not said.
+    """How a search speculates; an engine may set defaults for requests. None is unset.
 
     Args:
-        speculation: "exact" makes several steps of plain beam search per forward of the model, by a draft model or by
-            n-grams, "sample" of beam sampling, by a draft model; "off" does not. "auto", the default in an engine with
-            drafts that will do, is "sample" where beams are drawn; else the same as "exact", by a draft model with
-            forests of the size that pays here, or none.
+        speculation: "exact" takes several steps of plain beam search per forward pass of the model, with a draft model
+            or n-grams; "sample" takes several steps of beam sampling, with a draft model; "off" does not speculate.
+            "auto", the default in an engine with suitable drafts, is "sample" if beams are sampled, and otherwise
+            "exact"; with a draft model, its forests then are of the size that pays, or none.
         draft_width: Drafts per layer, at least `beam_width`; by default twice as many, under "auto" up to four times.
-        memory_mode: Of the beams that one forward leads to, only the best goes on; the others need no KV blocks.
-        min_width: With a threshold, the fewest beams a layer has, by default 1; `beam_width` is the most.
+        memory_mode: Of the beams after a forward pass, only the best goes on; the others need no KV blocks.
+        min_width: With a threshold, the fewest beams of a layer, by default 1; `beam_width` is the most.
         threshold: A layer has as many beams as are accepted with this probability. By default it has `beam_width`.
     """
 
@@ -329,13 +330,13 @@ class Speculating(Options):
 
 
 class RequestSpeculating(Speculating):
-    """What else decides how a search speculates, where a request says so.
+    """Options of speculation that only requests have.
 
     Args:
-        accept: How drafts of drawn beams are accepted. "exact" keeps the target's distribution. "top_k" is inexact:
+        accept: How drafts of sampled beams are accepted. "exact" keeps the target's distribution. "top_k" is inexact:
             it accepts every draft among the `accept_top_k` most probable continuations of all beams, and its outputs
             are marked `"is_exact": false`.
-        accept_top_k: By default `beam_width`.
+        accept_top_k: The rank up to which accept="top_k" accepts drafts; by default `beam_width`.
     """
 
     accept: Acceptance = option("exact")

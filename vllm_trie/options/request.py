@@ -1,4 +1,4 @@
-"""The options of one request: of a search by tokens or by steps."""
+"""The options of one request, for a search by tokens or by steps, and how they are parsed from `extra_args`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from vllm_trie.options.shown import listed_option_names, shown_option, shown_opt
 from vllm_trie.options.speculation import check_layer_width_options
 from vllm_trie.options.table import Options, did_you_mean_option, option_choices, option_fault, option_meant_by
 
-# That may be options of others, where there is no beam_width.
+# Other plugins may use these names, so they are ignored without a beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
 _COMMON_WORDS |= {"order", "exploration", "pool", "lookahead"}
-MOST_KEYS = 64  # in `extra_args`, that a beam request may have, and that are compared with the names of options
-# What the OpenAI server sends as a text: it has no lists of lists, no objects, and lists that take long to read.
+MOST_KEYS = 64  # of `extra_args` in a beam request; each is compared with the names of options
+# Options that the OpenAI server takes as text: it has no nested lists or objects, and parses long lists slowly.
 _READ_FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "phrase_boosts": json.loads,
     "contrast": json.loads,
     "exclude_items": read_item_ids,
 }
-_OF_BEAMS = re.compile("beam|divers")  # nobody else's names
+_OF_BEAMS = re.compile("beam|divers")  # no other system uses such names
 
 
 class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delivery, Ranking, Core):
-    """The options of a search by tokens, as they stand in `SamplingParams.extra_args`."""
+    """The options of a search by tokens in `SamplingParams.extra_args`."""
 
     def __init__(self, **options: Any) -> None:
         widths = options.get("beam_widths")
@@ -54,7 +54,7 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
         super().__init__(**options)
 
     def check(self) -> None:
-        """Refuse what does not go together, or has nothing to act on."""
+        """Refuse options that clash, that have no effect, or whose numbers do not fit each other."""
         refuse_options(self.params())
         if abs(penalty := self.length_penalty) >= MOST_PENALTY and self.semantics != "vllm":
             raise ValueError(f"length_penalty={penalty} {option_fault(OPTIONS['length_penalty'])}")
@@ -71,10 +71,10 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
 
 
 class StepOptions(Steps, Core):
-    """The options of a search by steps, likewise."""
+    """The options of a search by steps in `SamplingParams.extra_args`."""
 
     def check(self) -> None:
-        """Refuse what does not go together, and the lack of what a search by steps needs."""
+        """Refuse options that clash, and a search without delimiters or a scorer."""
         refuse_options(self.params())
         if self.step_stop is None or self.scorer is None:
             lacking = "scorer" if self.step_stop else "step_stop"
@@ -100,15 +100,15 @@ OPTIONS: dict[str, FieldInfo] = {n: field for part in PARTS.values() for n, fiel
 
 
 def kind_by_options(options: Mapping[str, Any]) -> type[SearchParams]:
-    """What a search with these options is."""
+    """The class of these options, by their `unit`."""
     return StepOptions if options.get("unit") == "step" else BeamParams
 
 
 def options_of_search(options: Mapping[str, Any]) -> SearchParams:
-    """The options of the search that these ask for.
+    """Check the options of one search.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     kind = kind_by_options(options)
     params = kind(**{name: value for name, value in options.items() if name in kind.model_fields})
@@ -122,11 +122,11 @@ def options_of_search(options: Mapping[str, Any]) -> SearchParams:
 def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     """The options of beam search among `extra_args`, or None if there are none.
 
-    Keys that belong to others pass, and so do common words without a `beam_width`. Refused are our options without a
-    `beam_width`, and other names for them.
+    Keys of others are ignored, and so are common words without a `beam_width`. Refused are options of beam search
+    without a `beam_width`, and other names for them.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     if not extra_args:
         return None
@@ -135,13 +135,11 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     if not options_ask_for_beams(options):
         if options.keys() <= _COMMON_WORDS:
             return None
-        raise ValueError(
-            f"{listed_option_names(options)} given without beam_width; add beam_width to search with beams"
-        )
+        raise ValueError(f"{listed_option_names(options)} given without beam_width; add it to search with beams")
     for name, value in options.items():
-        if type(value) is int and True in option_choices(OPTIONS[name]):  # so the OpenAI server sends booleans
+        if type(value) is int and True in option_choices(OPTIONS[name]):  # the OpenAI server sends booleans as integers
             options[name] = {0: False, 1: True}.get(value, value)
-    for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
+    for part in PARTS.values():  # before texts are parsed, even of options of the other kind
         part.check_sizes(options)
     for name in _READ_FROM_TEXT.keys() & kind_by_options(options).model_fields.keys():
         if isinstance(text := options.get(name), str):
@@ -153,22 +151,22 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
 
 
 def options_ask_for_beams(extra_args: Mapping[str, Any]) -> bool:
-    """Whether these ask for a search."""
+    """Whether these options ask for beam search."""
     return "beam_width" in extra_args or "beam_widths" in extra_args
 
 
 def refuse_other_option_names(names: Mapping[str, Any], is_beam_request: bool = True) -> None:
-    """Refuse keys that are other names for beam options, or all but spell one.
+    """Refuse keys that are other systems' names for beam options, or misspell one.
 
     Args:
-        is_beam_request: Otherwise names that others may use for something else pass.
+        is_beam_request: If not, names that others may use for something else are ignored.
 
     Raises:
-        ValueError: naming the key, its value and what to use here.
+        ValueError: names the key, its value and what to use instead.
     """
     if is_beam_request and len(names) > MOST_KEYS:
         raise ValueError(f"{len(names):,} options are more than the {MOST_KEYS} that a beam request may have")
-    for name, value in islice(names.items(), MOST_KEYS):  # of an ordinary request they are others', however many
+    for name, value in islice(names.items(), MOST_KEYS):  # ordinary requests may have any number, of others
         meant = None if name in OPTIONS else option_meant_by(str(name), OPTIONS)
         is_ours = (meant in OPTIONS and meant not in _COMMON_WORDS) or _OF_BEAMS.search(str(name))
         if meant is not None and (is_beam_request or is_ours):

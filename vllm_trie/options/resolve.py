@@ -1,4 +1,4 @@
-"""What a request and its engine say together."""
+"""Combines the options of a request with the defaults of its engine."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from vllm_trie.options.speculation import (
 def resolve_options(
     beam: BeamParams, defaults: EngineOptions, drafts: Drafts | None, fields: Mapping[str, Any] | None = None
 ) -> BeamParams:
-    """What a request and its engine together ask for.
+    """The options of a search, with the engine's defaults filled in.
 
     Args:
-        beam: What the request asks for.
-        defaults: What the engine says: it counts where the request says nothing, and nothing that it does not go with.
+        beam: The request's options.
+        defaults: The engine's options: each applies if the request does not set it and it does not clash with others.
         drafts: What the engine drafts by.
-        fields: What else the request asks for, in fields of `SamplingParams`.
+        fields: The request's fields of `SamplingParams` that differ from their defaults.
 
     Raises:
-        ValueError: the request wants drafts that there are none of, or what does not go with the engine's semantics,
-            or says how to draw, or how wide layers are, where nothing is drawn or decides it.
+        ValueError: the request needs drafts that the engine lacks, clashes with the engine's semantics, or sets
+            options of sampling or of layer widths that have no effect.
     """
     check_drafts_for_options(beam.speculation, drafts)
     request = {**(fields or {}), **beam.params()}
     request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
-    refuse_options(request)  # naming what the request says
+    refuse_options(request)  # first without defaults, so that refusals name what the request sets
     request["do_sample"] = options_draw_beams(request, defaults.do_sample, defaults.speculation)
     speculation, unused = resolve_speculation_options(request, defaults.speculation, drafts)
     request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}

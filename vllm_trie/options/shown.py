@@ -1,4 +1,4 @@
-"""What a refusal quotes of a request: enough to find it there, however large it is."""
+"""How refusals quote values of a request: short, however large the value is, yet enough to find it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 MOST_QUOTED = 500  # characters of a refusal
-MOST_SHOWN = 80  # of one value in it, or of one name
-MOST_LISTED = 160  # of the names that are known instead
+MOST_SHOWN = 80  # characters of a quoted value or name
+MOST_LISTED = 160  # characters of a list of names
 
 
 class _ShortenedOption(reprlib.Repr):
-    """`reprlib.Repr`, of values of any size."""
+    """`reprlib.Repr` that takes bounded time for values of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,15 +21,15 @@ class _ShortenedOption(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_int(self, value: int, level: int) -> str:
-        """As `reprlib` does it, but for numbers that Python refuses to write down."""
+        """As in `reprlib`, except integers that Python refuses to convert to text."""
         return super().repr_int(value, level) if value.bit_length() < 1_000 else f"<{value.bit_length()} bits>"
 
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        """The first few, without sorting all of them."""
+        """The first few entries, without sorting all of them."""
         return super().repr_dict(dict(islice(value.items(), self.maxdict + 1)), level)
 
     def repr_instance(self, value: Any, level: int) -> str:
-        """As `reprlib` does it; of arrays and the like the type alone, as all of one might be written first."""
+        """As in `reprlib`, but only the type of arrays and the like, whose `repr` might write all of them."""
         return super().repr_instance(value, level) if not hasattr(value, "__len__") else f"<{type(value).__name__}>"
 
 
@@ -37,17 +37,17 @@ _shortened = _ShortenedOption()
 
 
 def shown_option(value: Any) -> str:
-    """A value as Python writes it, shortened in the middle."""
+    """The `repr` of a value, shortened in the middle."""
     return _cut_option_text(_shortened.repr(value), MOST_SHOWN)
 
 
 def shown_option_name(name: Any) -> str:
-    """A name, without quotes, shortened likewise."""
+    """A name without quotes, shortened in the middle."""
     return _cut_option_text(str(name), MOST_SHOWN)
 
 
 def listed_option_names(names: Iterable[Any]) -> str:
-    """Names, as many as there is room for, and how many more there are."""
+    """The first names in `MOST_LISTED` characters, and how many more there are."""
     every, text = [shown_option_name(name) for name in names], ""
     for place, name in enumerate(every):
         longer = f"{text}, {name}" if text else name
@@ -58,7 +58,7 @@ def listed_option_names(names: Iterable[Any]) -> str:
 
 
 def shortened_option_refusal(refusal: str) -> str:
-    """A refusal that quotes what others have said, a parser or a file system, of whatever length that is."""
+    """Shorten a refusal that quotes an error of a parser or file system, which may have any length."""
     return _cut_option_text(refusal, MOST_QUOTED)
 
 

@@ -1,4 +1,4 @@
-"""What an engine drafts by, and how a request speculates with it."""
+"""Decides from options, and from what the engine drafts by, whether and how a request speculates."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from vllm_trie.options.matrix import OF_PLAIN_STEPS, options_clash
 from vllm_trie.options.parts import Speculating, Speculation
 
 Drafts = Literal["model", "ngrams"]
-DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
-MOST_DRAFTS_PER_BEAM = 4  # likewise, where it is adaptive
+DRAFTS_PER_BEAM = 2  # of a layer, unless a request sets `draft_width`
+MOST_DRAFTS_PER_BEAM = 4  # the most under speculation="auto", which adapts the width
 
 
 def check_drafts_for_options(speculation: str | None, drafts: Drafts | None, prefix: str = "") -> None:
-    """Refuse to speculate without drafts, or with drafts that do not do.
+    """Refuse to speculate without drafts, or with drafts of the wrong kind.
 
     Args:
         drafts: What the engine drafts by.
-        prefix: Of the option's name.
+        prefix: Of the option's name in the refusal.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option, its value and what would work.
     """
     if speculation == "exact" and drafts is None:
         raise ValueError(
@@ -37,16 +37,16 @@ def check_drafts_for_options(speculation: str | None, drafts: Drafts | None, pre
     if speculation == "sample" and drafts == "ngrams":
         raise ValueError(
             f'{prefix}speculation="sample" needs a draft model, by whose distribution drafts are accepted, and this '
-            'engine drafts by n-grams; use speculation="off" to draw beams, or "exact" not to draw them'
+            'engine drafts by n-grams; use "off" to sample beams, or "exact" for beams that are not sampled'
         )
 
 
 def options_draw_beams(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
-    """Whether beams are drawn: as the request says, or else the engine, if that goes with the request.
+    """Whether beams are sampled: as the request says, or else as the engine says, unless that clashes.
 
     Args:
-        by_default: What the engine says of `do_sample`.
-        speculation: What it says of `speculation`.
+        by_default: The engine's `do_sample`.
+        speculation: The engine's `speculation`.
     """
     if (own := request.get("speculation")) in ("exact", "sample"):
         return bool(own == "sample")
@@ -61,11 +61,11 @@ def resolve_speculation_options(
     """How a search speculates.
 
     Args:
-        request: What it asks for; whether beams are drawn is decided.
-        by_default: What its engine says.
+        request: Its options, with `do_sample` resolved.
+        by_default: The engine's `speculation`.
 
     Returns:
-        How, and which options of the request have nothing to act on, as its steps are plain ones.
+        The resolved `speculation`, and the options of the request that have no effect as its steps take no drafts.
     """
     if drafts is not None and not request.keys().isdisjoint(OF_PLAIN_STEPS):
         return "off", ("draft_width",)
@@ -81,12 +81,12 @@ def resolve_speculation_options(
 
 
 def options_speculate(beam: Speculating) -> bool:
-    """Whether a search whose options are resolved may take several steps per forward."""
+    """Whether a search with these resolved options may take several steps per forward pass."""
     return beam.speculation not in (None, "off")
 
 
 def fit_layer_width_options(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> None:
-    """Fit widths that the engine says for all requests to this one."""
+    """Adapt the engine's default widths to the `beam_width` of one request."""
     if "draft_width" in chosen:
         chosen["draft_width"] = max(chosen["draft_width"], beam_width)
     if "min_width" in chosen:
@@ -96,7 +96,7 @@ def fit_layer_width_options(chosen: dict[str, Any], beam: Speculating, beam_widt
 
 
 def check_layer_width_options(beam: Speculating, beam_width: int) -> None:
-    """Refuse layers that could not be accepted."""
+    """Refuse a `draft_width` or `min_width` that does not fit `beam_width`."""
     if beam.draft_width is not None and beam.draft_width < beam_width:
         raise ValueError(
             f"draft_width={beam.draft_width} is below beam_width={beam_width}, so that no layer could be accepted; "
@@ -107,12 +107,12 @@ def check_layer_width_options(beam: Speculating, beam_width: int) -> None:
 
 
 def check_draft_width_option(beam: Speculating, vocab_size: int) -> None:
-    """Refuse more drafts than there are tokens."""
+    """Refuse a `draft_width` above the vocabulary size."""
     if beam.draft_width is not None and beam.draft_width > vocab_size:
         raise ValueError(f"draft_width={beam.draft_width} exceeds the vocabulary of {vocab_size} tokens; lower it")
 
 
 def check_threshold_option(beam: Speculating) -> None:
-    """Refuse a least width where nothing decides the width."""
+    """Refuse a `min_width` without a `threshold`."""
     if beam.min_width is not None and beam.threshold is None:
         raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")

@@ -1,4 +1,4 @@
-"""How an option is written down, and how its value is checked."""
+"""Base class of all options: how an option is declared, and how its value is checked."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from vllm_trie.options.shown import listed_option_names, shown_option, shown_opt
 Number = int | float
 
 
-# What other systems call their options.
-OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())  # here: elsewhere
+# Other systems' names for options.
+OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())  # option -> names
 _MEANT = {name: meant for meant, names in OTHER_NAMES.items() for name in names.split()}
-MOST_LIKE = 64  # characters of what somebody may have meant: twice as many as any name has
+MOST_LIKE = 64  # characters of a name that is compared with options: twice as many as any has
 
-MOST_TEXT = 256  # characters of an option that is a text, a name mostly; what brings data has its own bound
-MOST_ENTRIES = 256  # of an option that is a list, likewise
+MOST_TEXT = 256  # characters of a text, usually a name; options that bring data have other limits
+MOST_ENTRIES = 256  # of a list, unless the option has another limit
 
 
 def option(
     default: Any, wrong: str = "", most_text: int = MOST_TEXT, most_entries: int = MOST_ENTRIES, **bounds: Any
 ) -> Any:
-    """A row of the table; its meaning stands in the docstring of its class.
+    """Declare an option; its meaning is its entry under "Args" in the docstring of its class.
 
     Args:
-        wrong: What is said of a value out of range, after the option and the value; where there are few values, this
-            is derived.
-        most_text: Characters, where the value is a text.
-        most_entries: Where it is a list without a `max_length`.
+        wrong: Ends the refusal of a value, after the option and the value; derived for options with few values.
+        most_text: The most characters of a value that is a text.
+        most_entries: The most entries of a list without a `max_length`.
     """
     most = {"most_text": most_text, "most_entries": bounds.get("max_length", most_entries)}
     return Field(default, json_schema_extra={"wrong": wrong, **most}, **bounds)
@@ -47,7 +46,7 @@ class Options(BaseModel):
     """Options that are checked one by one, and then together.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -67,10 +66,10 @@ class Options(BaseModel):
 
     @classmethod
     def check_sizes(cls, options: Mapping[str, Any]) -> None:
-        """Refuse texts and lists that are too long, and numbers that no device takes: before anything reads them.
+        """Refuse texts and lists that are too long, and integers above 64 bits, before anything parses them.
 
         Raises:
-            ValueError: naming the option, its size and what would work.
+            ValueError: names the option, its size and what would work.
         """
         known = [(name, value, cls.model_fields[name]) for name, value in options.items() if name in cls.model_fields]
         for name, value, field in known:
@@ -90,27 +89,27 @@ class Options(BaseModel):
             cls.model_fields[name].description = " ".join(meaning.split())
 
     def check(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that cannot be combined."""
 
     def params(self) -> dict[str, Any]:
-        """What is said, and is not what holds in any case."""
+        """The options that differ from their defaults."""
         fields = type(self).model_fields
         return {name: value for name, value in vars(self).items() if value not in (None, fields[name].default)}
 
     @classmethod
     def cure(cls, name: str) -> str:
-        """What to do about an option that there is not."""
+        """What to use instead of an unknown option, to end its refusal."""
         return cure_for_option(name, cls.model_fields)
 
 
 def cure_for_option(name: str, known: Iterable[str]) -> str:
-    """What to do about an option that is none of those that are known."""
+    """What to use instead of an option that is not among `known`: the one that was probably meant, or all."""
     meant = option_meant_by(name, known, cutoff=0.6)
     return did_you_mean_option(meant) if meant is not None else f"known: {listed_option_names(known)}"
 
 
 def option_fault(field: FieldInfo) -> str:
-    """What is said of a wrong value of an option."""
+    """How the refusal of a wrong value goes on after the option and the value."""
     extra, known = field.json_schema_extra, option_choices(field)
     assert isinstance(extra, dict)
     derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
@@ -118,7 +117,7 @@ def option_fault(field: FieldInfo) -> str:
 
 
 def most_of_option(field: FieldInfo, kind: type) -> tuple[int, str]:
-    """The most characters of a text that is the value of an option, or entries of a list, and what these are called."""
+    """The most characters of a text or entries of a list that an option takes, and the name of this unit."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     of_kind, unit = ("most_text", "characters") if issubclass(kind, str) else ("most_entries", "entries")
@@ -126,14 +125,14 @@ def most_of_option(field: FieldInfo, kind: type) -> tuple[int, str]:
 
 
 def option_choices(field: FieldInfo) -> list[Any]:
-    """The values of an option that has few of them, None left out; of others none."""
+    """The values of an option that lists them, without None; empty for other options."""
     kind: Any = field.annotation
     of_parts = [part for part in get_args(kind | None) if part is bool or get_origin(part) is Literal]
     return [value for part in of_parts for value in ((True, False) if part is bool else get_args(part))]
 
 
 def option_meant_by(name: str, known: Iterable[str], cutoff: float = 0.85) -> str | None:
-    """Which option someone means, or a sentence that says why there is none; None: no idea."""
+    """The option that someone means by `name`, or a sentence on why there is none; None if unknown."""
     return _find_option_meant(name, tuple(known), cutoff) if len(name) <= MOST_LIKE else None
 
 

@@ -1,1 +1,1 @@
-"""Hypotheses that come back in another order than the search has them: offline, and in batch jobs."""
+"""Returns hypotheses in another order than the search's, offline and in batch jobs: the option `rerank`."""

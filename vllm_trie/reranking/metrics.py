@@ -1,4 +1,4 @@
-"""What says how good a hypothesis is beside a reference: a callable, or one of sacrebleu's metrics, by name."""
+"""Metrics that judge a hypothesis by a reference: a callable, or one of sacrebleu's metrics by name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class HypothesisPair(NamedTuple):
-    """What a metric sees.
+    """The input of a metric.
 
     Args:
         prompt: The text of the prompt.
         hypothesis: A text of the pool.
-        reference: One that stands for the right one.
+        reference: A text of the pool that is taken as the correct one.
     """
 
     prompt: str
@@ -24,7 +24,7 @@ Metric: TypeAlias = Callable[[list[HypothesisPair]], Iterable[Any]]  # a number 
 
 
 def rerank_metric_of(metric: str | Metric) -> Metric:
-    """The metric that a request means.
+    """The metric of a request, as a callable.
 
     Raises:
         ValueError: it needs sacrebleu, which is not installed.

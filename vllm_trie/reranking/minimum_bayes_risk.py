@@ -1,7 +1,7 @@
-"""Minimum Bayes risk: of a pool of hypotheses the one that is most like all of them, by what a metric says of pairs.
+"""Minimum Bayes risk: ranks a pool of hypotheses by their similarity to all of the pool, for `offline.py`.
 
-The hypotheses are their own pseudo-references (Eikema and Aziz, arXiv 2108.04718). Knows nothing of metrics: whoever
-calls judges pairs of texts.
+The hypotheses are their own pseudo-references (Eikema and Aziz, arXiv 2108.04718). The caller supplies the metric as a
+function that judges pairs of texts.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 
 from vllm_trie.finite_numbers import finite_numbers
 
-FIRST_REFERENCES = 8  # of a search of pairs that prunes; each round has twice as many
+FIRST_REFERENCES = 8  # in the first round of pruning; each further round has twice as many
 NUM_RESAMPLES = 500
-SEED = 0  # the same pool is always ranked alike
+SEED = 0  # fixed, so that the same pool is always ranked the same way
 
 Pairs = list[tuple[str, str]]  # a hypothesis, and a pseudo-reference
 
 
 class MetricError(ValueError):
-    """A metric failed, or returned what are no numbers."""
+    """A metric failed, or did not return numbers."""
 
 
 class Ranking(NamedTuple):
     """A pool in its new order.
 
     Args:
-        order: Indices of its hypotheses, best first; of equal ones the one that came first.
-        utilities: Of each hypothesis, as the pool has them: the mean of what the metric says of it and each reference;
-            of one that was pruned, over the references until then.
-        num_judged: Pairs that the metric saw.
+        order: Indices of its hypotheses, best first; ties go to the earlier one.
+        utilities: The utility of each hypothesis, in the order of the pool: the mean of the metric over all references,
+            or over the references until it was pruned.
+        num_judged: Pairs that the metric judged.
     """
 
     order: list[int]
@@ -50,15 +50,14 @@ def rank_by_risk(
     """Order a pool by expected utility, the highest first.
 
     Args:
-        texts: Of its hypotheses; equal ones count as often as they are there, and are judged once.
-        judge: Says of pairs how good the hypothesis is if the reference is right: a number for each, the higher the
-            better.
-        weights: [texts] of each as a reference; by default all weigh the same.
+        texts: Of its hypotheses; equal ones count as often as they occur, and are judged once.
+        judge: Judges the hypothesis of each pair, if its reference is correct, by a number: the higher the better.
+        weights: [texts] the weight of each as a reference; by default all are equal.
         confidence: See `_pruned_by_risk`; None judges all pairs.
         num_best: How many of the order matter; so many are never pruned.
 
     Raises:
-        MetricError: `judge` returned something else than as many finite numbers.
+        MetricError: `judge` did not return one finite number per pair.
     """
     distinct = list(dict.fromkeys(texts))
     place = {text: index for index, text in enumerate(distinct)}
@@ -76,7 +75,7 @@ def rank_by_risk(
 
 
 class _RiskTable:
-    """What the metric said of pairs of distinct texts."""
+    """The metric's values of pairs of distinct texts, each computed once."""
 
     def __init__(self, texts: list[str], judge: Callable[[Pairs], Iterable[Any]]) -> None:
         self._texts, self._judge = texts, judge
@@ -84,7 +83,7 @@ class _RiskTable:
         self.num_judged = 0
 
     def judged(self, hypotheses: np.ndarray, references: np.ndarray) -> np.ndarray:
-        """[hypotheses, references] float64; asks for those that are not known yet."""
+        """[hypotheses, references] float64; calls the metric for those that are not known yet."""
         asked = np.zeros_like(self._known, dtype=bool)
         asked[np.ix_(hypotheses, references)] = True
         at = np.argwhere(asked & np.isnan(self._known))
@@ -100,14 +99,14 @@ def _pruned_by_risk(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Confidence-based pruning (Cheng and Vlachos, arXiv 2311.14919, algorithms 1 and 2).
 
-    Twice as many references in each round, drawn from the pool without replacement: a hypothesis is dropped once it
-    would be as good as the best one in no more than 1 - `confidence` of resamples of the references.
+    Each round samples twice as many references from the pool, without replacement. A hypothesis is dropped once it is
+    as good as the best one in no more than 1 - `confidence` of resamples of the references.
 
     Args:
         places: [pool] the distinct text of each hypothesis.
 
     Returns:
-        [distinct] expected utilities, and the rounds that each was in.
+        [distinct] expected utilities, and the number of rounds of each.
     """
     rng = np.random.default_rng(SEED)
     references = places[rng.permutation(len(places))]

@@ -1,4 +1,4 @@
-"""`rerank` in an `LLMEngine`: the engine's core returns the whole pool, of which the best `n` go to who asked."""
+"""The hook of `rerank` in an `LLMEngine`: the engine's core returns the whole pool, and the user gets the best `n`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = init_logger("vllm.trie_beam.reranking")
 
 
 class _Asked(NamedTuple):
-    """How the pool of a request is ranked, and how many of it come back."""
+    """How the pool of a request is ranked, and how many hypotheses are returned."""
 
-    request_id: str  # as whoever asks calls it
+    request_id: str  # the user's
     beam: BeamParams
     metric: Metric
     n: int
@@ -42,7 +42,7 @@ class _Asked(NamedTuple):
 
 
 class Reranking(OfflineHook[_Asked]):
-    """The requests of an engine whose pools are to be ranked; `waiting` has them by ids that the engine's have."""
+    """The requests of an engine whose pools are to be ranked; `waiting` has them by ids of the engine's requests."""
 
     def add_request(
         self,
@@ -54,7 +54,7 @@ class Reranking(OfflineHook[_Asked]):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """vLLM's `add_request`, for the whole pool."""
+        """Add a request that returns the whole pool, as vLLM's `add_request`."""
         with refusing_requests():
             asked = _checked_rerank_request(request_id, params, engine)
         own_id = f"rerank-{random_uuid()}"
@@ -63,7 +63,7 @@ class Reranking(OfflineHook[_Asked]):
         return engine_id
 
     def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
-        """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
+        """Rerank the outputs of finished requests, and keep the best `n`."""
         finished = [output for output in outputs if output.request_id in self.waiting and output.finished]
         # Forget all of them first, as the user may interrupt a metric.
         asked = [self.waiting.pop(output.request_id) for output in finished]
@@ -73,22 +73,22 @@ class Reranking(OfflineHook[_Asked]):
         return outputs
 
     def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
-        """Do not wait for the pools of requests that are aborted."""
+        """Forget aborted requests."""
         gone = [own_id for own_id, asked in self.waiting.items() if own_id in names or asked.request_id in names]
         for own_id in gone:
             del self.waiting[own_id]
         return gone
 
     def num_more_outputs(self) -> int:
-        """None: of what is searched some will not come back."""
+        """Minus the hypotheses that are searched but not returned."""
         return sum(asked.n - asked.beam.beam_width for asked in self.waiting.values())
 
 
 def _checked_rerank_request(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Asked:
-    """What a request asks for.
+    """Check a request with `rerank`.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     beam = parse_options(params.extra_args)
     if not isinstance(beam, BeamParams):
@@ -101,7 +101,7 @@ def _checked_rerank_request(request_id: str, params: SamplingParams, engine: LLM
 
 
 def _rerank_pool_params(params: SamplingParams, beam: BeamParams) -> SamplingParams:
-    """The same request for all that the search finds."""
+    """The parameters of a request for all hypotheses of the search, without options of reranking."""
     of_pool = copy(params)
     of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
     options = params.extra_args or {}
@@ -124,7 +124,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
         prompt = detokenizing_function(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
         texts, weights = [found.text for found in pool], _rerank_weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
-    except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
+    except Exception as error:  # of the metric: only this request fails, and its hypotheses are kept
         reason = shortened_option_refusal(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
         logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
         failed = output.outputs[: asked.n]
@@ -141,7 +141,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
 
 
 def _return_reranked(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
-    """Leave these outputs, and of `beam_results` those that were at these places of the pool."""
+    """Return these outputs, and the `beam_results` at these places of the pool."""
     output.outputs = found
     of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
     if (results := of_search.get(BEAM_RESULTS)) is not None:
@@ -149,7 +149,7 @@ def _return_reranked(output: RequestOutput, found: list[CompletionOutput], place
 
 
 def _rerank_weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
-    """[pool] the model's probabilities to the power of `scale`; 0 of one drawn again. None: all weigh alike."""
+    """[pool] the model's probabilities to the power of `scale`; 0 for duplicates. None: equal weights."""
     if not scale:
         return None
     sums = np.array([found.cumulative_logprob for found in pool], np.float64)

@@ -1,7 +1,7 @@
-"""Who gets the budget: how many candidates each beam gets in a round of a search by steps.
+"""Decides how many candidates each beam gets in a round of a search by steps.
 
 `allot_steps_by_score` is REBASE ("Inference Scaling Laws", arXiv 2408.00724, section 3.2), `steps_worth_their_kv` is
-what ETS (arXiv 2502.13575) puts before it.
+the selection that ETS (arXiv 2502.13575) adds before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_trie.step_search.hypotheses import Path, StepHypothesis
 
 
 def allot_steps_evenly(count: int, total: int) -> list[int]:
-    """`total` dealt out over `count` beams, the first of them first."""
+    """Share `total` evenly among `count` beams; the remainder goes to the first ones."""
     each, left = divmod(total, count)
     return [each + (rank < left) for rank in range(count)]
 
@@ -42,27 +42,27 @@ def allot_steps_by_score(scores: Sequence[float], total: int, temperature: float
 
 
 def steps_worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price: float) -> list[StepHypothesis]:
-    """ETS: the beams, at least one, with the most of the shares less `price` times their part of the KV.
+    """ETS: the set of beams, at least one, that maximizes their shares minus `price` times their part of the KV.
 
-    It maximises (sum of their shares) / (sum of all) - price * (tokens of distinct steps on their paths) / (the same
-    of all beams). ETS gives this to a solver of integer programs. As a step costs once for all beams behind it, it
-    pays if what pays behind it does, which decides it from the leaves up, exactly. The authors' code counts steps
-    where the tries here know tokens; its third term, which rewards beams that differ in meaning, is left out, as it
-    needs a model of sentences.
+    It maximizes (sum of their shares) / (sum of all) - price * (tokens of distinct steps on their paths) / (the same
+    for all beams). ETS uses a solver for integer programs. But a step costs once for all beams that continue it, so it
+    pays if the paying beams after it cover its cost: this decides exactly, from the leaves up. The authors' code counts
+    steps, this one tokens. ETS's third term, which rewards beams that differ in meaning, is left out, as it needs a
+    sentence model.
 
     Args:
-        beams: None of which continues another.
-        shares: That REBASE gives them.
+        beams: None of them continues another.
+        shares: Their shares by REBASE.
     """
     paths = [beam.path for beam in beams]
-    in_order = sorted(range(len(beams)), key=paths.__getitem__)  # what shares steps is together: one pass is enough
+    in_order = sorted(range(len(beams)), key=paths.__getitem__)  # common steps are adjacent: one pass suffices
     shared = [_num_shared_steps(paths[one], paths[other]) for one, other in pairwise(in_order)]
     total_length = sum(sum(beams[i].step_lengths[n:]) for i, n in zip(in_order, (0, *shared), strict=True))
     total_share = sum(shares)
     parting = [_StepParting(0)]
     for i, num_shared_with_next in zip(in_order, (*shared, 0), strict=True):
         subtree, depth = _StepSubtree(i, shares[i] / total_share, [i]), len(paths[i])
-        while True:  # up to where the next beam parts from this one
+        while True:  # up to where the next beam branches off
             if parting[-1].depth < num_shared_with_next:
                 parting.append(_StepParting(num_shared_with_next))
             cost = price * sum(beams[i].step_lengths[parting[-1].depth : depth]) / total_length
@@ -75,27 +75,27 @@ def steps_worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int],
 
 
 class _StepSubtree(NamedTuple):
-    """Beams that share a step, by their places among all."""
+    """Beams that share a step, by index."""
 
-    first: int  # of all of them
-    gain: float  # of those that pay, less what their steps cost
-    beams: list[int]  # that pay
+    first: int  # the first of all its beams
+    gain: float  # shares of the paying beams minus the cost of their steps
+    beams: list[int]  # the paying ones
 
 
 @dataclass
 class _StepParting:
-    """Where beams part: behind so many steps."""
+    """A point where beams branch, after `depth` steps."""
 
     depth: int
     subtrees: list[_StepSubtree] = field(default_factory=list)
 
     def paying(self) -> _StepSubtree:
-        """Those that lose nothing; if there are none, the one that loses least, of equal ones that of the best beam."""
+        """The subtrees without a loss; if none, the one that loses least, with ties to that of the best beam."""
         subtrees = sorted(self.subtrees)
         paying = [s for s in subtrees if s.gain >= 0] or [max(subtrees, key=lambda s: s.gain)]
         return _StepSubtree(subtrees[0].first, sum(s.gain for s in paying), [i for s in paying for i in s.beams])
 
 
 def _num_shared_steps(one: Path, other: Path) -> int:
-    """Steps that both begin with."""
+    """The number of first steps that two paths share."""
     return next(depth for depth, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

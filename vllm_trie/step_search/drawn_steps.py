@@ -1,4 +1,4 @@
-"""What the engine drew for a candidate, as a step: up to its delimiter, or to a stop string, which ends it all."""
+"""Turns the engine's output for a candidate into a step, which ends at a delimiter or with the hypothesis."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from vllm_trie.detokenizing import Decode, detokenizing_function
 from vllm_trie.search.stop_strings import INCOMPLETE, search_text_after, search_text_context
 from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis
 
-Context = tuple[list[int], str]  # a few tokens before a step, on which depends how it is written, and their text
+Context = tuple[list[int], str]  # the few tokens before a step on which its text depends, and their text
 
 
 class Note(NamedTuple):
-    """What is kept of a step."""
+    """What a request keeps of each step."""
 
     candidate_id: str
-    logprobs: Any  # None where nobody asked for them: they are many times as large as a step
+    logprobs: Any  # None unless requested: they are many times as large as a step
 
 
 class DrawError(RuntimeError):
-    """The engine did not draw a candidate."""
+    """The engine did not sample a candidate."""
 
 
 class DrawAbortedError(DrawError):
-    """Somebody ended the request of a candidate, and so its search: whoever pauses the engine does."""
+    """The request of a candidate was aborted, for example by a pause of the engine, and so its search."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class StepReader:
     """Makes steps of outputs.
 
     Args:
-        tokenizer: The engine's.
-        params: What was asked for.
+        tokenizer: Of the engine.
+        params: Of the user's request.
     """
 
     tokenizer: Any
@@ -48,7 +48,7 @@ class StepReader:
         """The step that a candidate adds to a hypothesis.
 
         Raises:
-            DrawError: its request came to no end.
+            DrawError: its request did not finish.
         """
         (drawn,) = output.outputs
         if drawn.finish_reason == "abort":
@@ -70,7 +70,7 @@ class StepReader:
         return step if self.params.logprobs is not None else step._replace(note=Note(candidate_id, None))
 
     def _ended_by_stop_string(self, context: Context, beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
-        """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""
+        """Cut a step at the first stop string, which may have begun in earlier steps, or after a delimiter."""
         stops = self.params.stop or ()
         earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
         text = earlier + step.text
@@ -96,13 +96,13 @@ class StepReader:
         )
 
     def _text(self, context: Context, drawn: CompletionOutput) -> str:
-        """What its tokens say: vLLM cuts the text at the delimiter, though the last token may go beyond it."""
+        """The text of all its tokens: vLLM cuts it at the delimiter, but the last token may go beyond that."""
         stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
         is_cut = stops_by_token and not self.params.include_stop_str_in_output
         return self._text_behind(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
 
     def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
-        """What tokens say behind others, but for a character that they leave open."""
+        """The text of tokens that follow a context, without an incomplete last character."""
         before, text_before = context
         return search_text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
 

@@ -1,4 +1,4 @@
-"""Hypotheses of a search by steps, and how a step that was drawn makes a longer one."""
+"""Hypotheses of a search by steps, and how a sampled step extends one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Path = tuple[int, ...]  # from the prompt on, the number of each node among the children of the one before it
+Path = tuple[int, ...]  # from the prompt on, the number of each node among its parent's children
 
 
 @dataclass(frozen=True)
 class StepHypothesis:
-    """A text so far: the steps that led there.
+    """A hypothesis: the steps so far.
 
     Args:
         steps: The text of each step.
-        token_ids: Of all steps, one after the other.
-        scores: What the scorer said of it after each step; the newest one is its score.
-        sum_logprobs: Of all tokens.
+        token_ids: Of all steps, concatenated.
+        scores: The scorer's value after each step; the last one is its score.
+        sum_logprobs: The sum of the log-probabilities of all tokens.
         finish_reason: Why it cannot go on, "stop" or "length"; None if it can.
-        stop_reason: The stop token or stop string that ended it, if one did.
-        notes: What whoever draws wants to keep of each step.
-        path: Where it is in the tree of candidates: for each step its number, from 0, among those drawn at that place.
+        stop_reason: The stop token or stop string that ended it, if any.
+        notes: What the caller keeps of each step.
+        path: Its place in the tree of candidates: the number of each step, from 0, among its siblings.
         step_lengths: Tokens of each step.
     """
 
@@ -50,15 +50,15 @@ class StepHypothesis:
 
 
 class StepDraw(NamedTuple):
-    """One candidate to draw, or what would follow one.
+    """One candidate to sample, or a lookahead after one.
 
     Args:
-        beam: What it continues.
-        path: Where it will be in the tree.
-        seed: Decides what is drawn.
-        max_tokens: The most tokens to draw, at least one.
-        stops_at_delimiter: Whether it ends with its step; else with the hypothesis.
-        is_greedy: Whether it is a lookahead: what would follow `beam`, to be shown to the scorer, and then forgotten.
+        beam: The hypothesis that it continues.
+        path: Its place in the tree.
+        seed: Of sampling.
+        max_tokens: The most tokens to sample, at least one.
+        stops_at_delimiter: Whether it ends with its step; otherwise with the hypothesis.
+        is_greedy: Whether it is a lookahead: a continuation of `beam` that only the scorer sees.
     """
 
     beam: StepHypothesis
@@ -69,7 +69,7 @@ class StepDraw(NamedTuple):
     is_greedy: bool = False
 
     def extended_by(self, step: DrawnStep) -> StepHypothesis:
-        """The candidate, once its step is drawn."""
+        """The candidate, once its step is sampled."""
         beam, token_ids = self.beam, (*self.beam.token_ids, *step.token_ids)
         return StepHypothesis(
             (*_steps_without_end(beam.steps, step.taken_back), step.text),
@@ -85,18 +85,18 @@ class StepDraw(NamedTuple):
 
 
 class StepQuestion(NamedTuple):
-    """A candidate that the scorer is asked about, and what would follow it greedily, if that is looked at."""
+    """A candidate to be scored, and its greedy lookahead, if any."""
 
     candidate: StepHypothesis
     lookahead: str = ""
 
 
 class DrawnStep(NamedTuple):
-    """What was drawn: one step.
+    """One sampled step.
 
     Args:
-        finish_reason: "stop" or "length" where the hypothesis ends; None where only the step does.
-        taken_back: Characters of earlier steps that belong to a stop string, which this step completes.
+        finish_reason: "stop" or "length" if the hypothesis ends; None if only the step does.
+        taken_back: Characters of earlier steps that belong to a stop string which this step completes.
     """
 
     text: str
@@ -109,7 +109,7 @@ class DrawnStep(NamedTuple):
 
 
 def derived_step_seed(seed: int, path: Path) -> int:
-    """The seed of 63 bits by which the candidate at this place of the tree is drawn, whenever that is."""
+    """The seed of 63 bits of the candidate at this place of the tree, whenever it is sampled."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -1,7 +1,7 @@
-"""Searches by steps in an `LLMEngine`: to its callers each is one request, to the engine's core one per candidate.
+"""The hook of searches by steps in an `LLMEngine`: one request to its user is one per candidate to the engine's core.
 
-All searches draw at once, and one whose candidates are in does not wait for the others. While the scorer runs, an
-engine in a process of its own goes on with these.
+All searches sample at the same time, and one whose candidates are complete does not wait for others. While a scorer
+runs, an engine core in another process continues with the other searches.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vllm_trie.step_search.scores import checked_step_scores
 
 @dataclass
 class _RunningStepSearch:
-    """A search whose candidates are being drawn."""
+    """A search whose candidates are being sampled."""
 
     request: StepRequest
-    options: dict[str, Any]  # of vLLM's `add_request`, the same for all candidates
-    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round's requests, by their ids
+    options: dict[str, Any]  # of vLLM's `add_request`, for all candidates
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round, by request id
 
     @property
     def drawing(self) -> list[str]:
-        """Of these requests, those that are not over."""
+        """The requests of this round that have not finished."""
         return [candidate_id for candidate_id, output in self.outputs.items() if output is None]
 
 
@@ -44,7 +44,7 @@ OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arri
 
 
 class StepSearches(OfflineHook[_RunningStepSearch]):
-    """The searches by steps of an engine; `waiting` has those that draw, by their own ids."""
+    """The searches by steps of an engine; `waiting` has those that are sampling, by their `own_id`."""
 
     def add_request(
         self,
@@ -56,7 +56,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """vLLM's `add_request`, for a search by steps."""
+        """Begin a search by steps, as vLLM's `add_request`."""
         with refusing_requests():
             call = arguments_to_vllm(original, engine, request_id, prompt, params, *args, **kwargs)
             request = open_step_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
@@ -65,7 +65,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         return request.own_id
 
     def _draw(self, engine: LLMEngine, running: _RunningStepSearch) -> None:
-        """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
+        """Send the candidates of a round to the engine; if it refuses one, abort all of them."""
         running.outputs = {}
         try:
             for candidate_id, (prompt, params) in running.request.requests().items():
@@ -78,7 +78,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         self.waiting[running.request.own_id] = running
 
     def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
-        """Take what a step of the engine returned of candidates. Returns outputs of all others, and of searches."""
+        """Take candidates' outputs from those of an engine step. Returns the others, and those of finished searches."""
         others, drawn = [], []
         for output in outputs:
             running = self.waiting.get(step_search_of(output.request_id))
@@ -90,15 +90,15 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                 drawn.append(self.waiting.pop(running.request.own_id))
         try:
             return [*others, *self._next_rounds(engine, drawn)]
-        except BaseException:  # the user interrupts
+        except BaseException:  # such as an interrupt by the user
             for running in drawn:
                 self.waiting.pop(running.request.own_id, None)
-                engine.abort_request(running.drawing)  # of those that draw again
+                engine.abort_request(running.drawing)  # of searches that have begun another round
                 _give_up_step_search(engine, running)
             raise
 
     def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
-        """End searches of these names: their own, those of whoever asks, or those of their candidates."""
+        """End searches with these ids: their `own_id`, the user's, or those of their candidates."""
         for own_id, running in list(self.waiting.items()):
             if names & {own_id, running.request.request_id, *running.outputs}:
                 del self.waiting[own_id]
@@ -107,11 +107,11 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         return []
 
     def num_more_outputs(self) -> int:
-        """Outputs that searches will have, beyond the candidates that they draw."""
+        """Outputs of searches minus the candidates that are being sampled."""
         return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
 
     def _next_rounds(self, engine: LLMEngine, drawn: list[_RunningStepSearch]) -> list[RequestOutput]:
-        """Score what was drawn, and draw again. Returns the answers of searches that are over."""
+        """Score sampled candidates, and begin the next rounds. Returns the answers of finished searches."""
         answers, asking = [], []
         for running in drawn:
             try:
@@ -119,7 +119,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                     asking.append((running, candidates))
                 else:
                     self._draw(engine, running)
-            except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
+            except Exception as error:  # of the engine, or a refusal: it ends only this search
                 answers.append(running.request.failure(error))
                 _release_step_search(engine, running)
         for running, scores in _scored_step_searches(asking):
@@ -130,7 +130,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                     answers.append(running.request.answer())
                 else:
                     self._draw(engine, running)
-            except Exception as error:  # the scorer's, or of a request that is refused: it ends this search alone
+            except Exception as error:  # of the scorer, or a refusal: it ends only this search
                 answers.append(running.request.failure(error))
             _release_step_search(engine, running)
         return answers
@@ -147,7 +147,7 @@ def _release_step_search(engine: LLMEngine, running: _RunningStepSearch) -> None
 
 
 def _scored_step_searches(asking: list[Asking]) -> Iterator[tuple[_RunningStepSearch, list[float] | Exception]]:
-    """Ask each scorer once for all searches that have it; where that fails, for each search by itself."""
+    """Call each scorer once for all its searches; if that fails, once per search."""
     by_scorer: dict[Any, list[Asking]] = {}
     for running, candidates in asking:
         scorer = running.request.beam.scorer

@@ -1,4 +1,4 @@
-"""Searches by steps in an `AsyncLLM`, which servers have: one request of a client, many of the engine's."""
+"""The hook of searches by steps in an `AsyncLLM`, for servers: one request of a client is many of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepSearches(OnlineHook):
     """The searches by steps of an engine."""
 
     def __init__(self) -> None:
-        self._running: dict[asyncio.Task[RequestOutput], str] = {}  # and the ids of their requests
+        self._running: dict[asyncio.Task[RequestOutput], str] = {}  # -> id of the request
 
     def generate(
         self,
@@ -43,7 +43,7 @@ class StepSearches(OnlineHook):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
+        """Run a search by steps, with the arguments of vLLM's `generate`; `original` samples its candidates."""
         with refusing_requests():
             call = arguments_to_vllm(original, engine, prompt, params, request_id, *args, **kwargs)
             request = open_step_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
@@ -55,13 +55,13 @@ class StepSearches(OnlineHook):
         return self._search(engine, request, draw_candidate)
 
     def cancel(self, request_ids: Container[str] | None = None) -> None:
-        """End the searches of these requests, or all."""
+        """End the searches of these requests, or all searches."""
         for searching, request_id in self._running.items():
             if request_ids is None or request_id in request_ids:
                 searching.cancel()
 
     async def _search(self, engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
-        """The one output of a search. If who waits for it goes away, or aborts it, its candidates are aborted.
+        """The only output of a search. If its client disconnects or aborts it, its candidates are aborted.
 
         Raises:
             GenerationError: the scorer failed.
@@ -100,7 +100,7 @@ async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Dra
 
 
 async def _step_search_in_thread(function: Callable[..., T], *args: Any) -> T:
-    """What a wide search has to reckon, while others are served; who cancels it waits until it is done."""
+    """Run the computations of a search while others are served; a cancellation waits until they are done."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         return await asyncio.shield(running)
@@ -114,7 +114,7 @@ async def _release_online_step_search(engine: AsyncLLM, request: StepRequest) ->
 
 
 async def _all_step_draws(drawing: list[Any]) -> list[RequestOutput]:
-    """What all of them return; if one fails, the others are cancelled, and its error is raised."""
+    """All outputs; if one fails, the others are cancelled, and its error is raised."""
     tasks = [asyncio.ensure_future(one) for one in drawing]
     try:
         return await asyncio.gather(*tasks)

@@ -1,6 +1,6 @@
-"""Candidates that may be expanded, and in which order: by rounds, the best of all first, or by the rule of MCTS.
+"""The open candidates of a search by steps, in the order of expansion: by rounds, best first, or by the rule of MCTS.
 
-None is expanded twice. What is returned to depends on scores and on places in the tree alone.
+None is expanded twice. The order depends only on scores and on places in the tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_trie.step_search.rules import StepRules
 
 @dataclass
 class OpenStepCandidates:
-    """Those of the last round: a search in breadth never returns to what did not go on.
+    """Open candidates of a breadth-first search: only those of the last round.
 
     Args:
         candidates: Best first; ties go to the earlier one.
@@ -25,21 +25,21 @@ class OpenStepCandidates:
     candidates: list[StepHypothesis] = field(default_factory=list)
 
     def add(self, judged: Sequence[StepHypothesis]) -> None:
-        """Take the candidates of a round, best first, those that have ended among them."""
+        """Add the candidates of a round, best first, including those that have ended."""
         self.candidates = [c for c in judged if not c.is_finished]
 
     def first(self, count: int) -> list[StepHypothesis]:
-        """Those to expand, at most `count`."""
+        """The next candidates to expand, at most `count`."""
         return self.candidates[:count]
 
     def close(self, expanded: Sequence[StepHypothesis]) -> None:
-        """Say that these are expanded."""
+        """Remove the candidates that were expanded."""
         self.candidates = []
 
 
 @dataclass
 class BestStepFirst(OpenStepCandidates):
-    """All of the search, wherever they are in the tree."""
+    """Open candidates of a best-first search: those of all rounds."""
 
     def add(self, judged: Sequence[StepHypothesis]) -> None:
         live = (c for c in judged if not c.is_finished)
@@ -52,16 +52,16 @@ class BestStepFirst(OpenStepCandidates):
 
 @dataclass
 class StepTreeSearch(BestStepFirst):
-    """All of the search, by UCT (Kocsis and Szepesvari 2006), the rule of MCTS.
+    """Open candidates of all rounds, selected by UCT (Kocsis and Szepesvari 2006), the rule of MCTS.
 
     From the root it goes to the child with the greatest mean + exploration * sqrt(ln(visits of the parent) / visits),
-    until it comes to an open candidate. A candidate is a visit of itself and of all nodes on its path, with its score
-    as the value; there are no rollouts. Each expansion that a round has already chosen counts as the visits that it
-    will be, without a value, as in WU-UCT (Liu et al. 2020). A subtree without open candidates is left out.
+    until it reaches an open candidate. A candidate counts as a visit of itself and of all nodes on its path, with its
+    score as the value; there are no rollouts. Expansions that a round has already chosen count as the visits that they
+    will be, without a value, as in WU-UCT (Liu et al. 2020). Subtrees without open candidates are left out.
 
     Args:
-        exploration: The constant; 1.0 is for scores from 0 to 1.
-        candidates_each: Visits that an expansion will be.
+        exploration: The constant; 1.0 suits scores from 0 to 1.
+        candidates_each: Visits that an expansion counts as.
     """
 
     exploration: float = 1.0
@@ -97,7 +97,7 @@ class StepTreeSearch(BestStepFirst):
             self._num_open.subtract(_way_to_step_candidate(candidate))
 
     def _child(self, parent: Path, taken: Counter[Path]) -> Path:
-        """Where UCT goes on from a node, beside what was taken in this round; of equal ones the one drawn first."""
+        """The child that UCT selects, given the candidates taken in this round; ties go to the one sampled first."""
         log_parent = math.log(self._visits[parent] + self.candidates_each * taken[parent])
 
         def uct(path: Path) -> float:
@@ -109,7 +109,7 @@ class StepTreeSearch(BestStepFirst):
 
 
 def open_step_candidates(rules: StepRules) -> OpenStepCandidates:
-    """None yet, in the order that the rules ask for."""
+    """An empty set of open candidates, in the order of the rules."""
     if rules.order == "mcts":
         return StepTreeSearch(exploration=rules.exploration, candidates_each=rules.candidates)
     return BestStepFirst() if rules.order == "best" else OpenStepCandidates()

@@ -1,4 +1,4 @@
-"""Checks a request that asks for a search by steps, and begins the search."""
+"""Checks a request for a search by steps, and begins the search, for both hooks."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def open_step_request(
     is_offline: bool,
     tokenization_kwargs: dict[str, Any] | None = None,
 ) -> StepRequest:
-    """Check a request that asks for a search by steps, and begin it.
+    """Check a request for a search by steps, and begin it.
 
     Args:
-        prompt: As it is, or as vLLM's renderer returns it.
-        engine: Which draws the candidates.
+        prompt: The user's, or as vLLM's renderer returns it.
+        engine: Samples the candidates.
         is_offline: Whether its scorer may be a URL.
-        tokenization_kwargs: For the renderer, of a prompt as it is.
+        tokenization_kwargs: For the renderer, if the prompt is not rendered.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
     assert isinstance(beam, StepOptions)
@@ -60,7 +60,7 @@ def open_step_request(
         raise ValueError(f'unit="step" works on prompts of text or tokens, not on a {type(prompt).__name__}')
     engine_input = _rendered_step_prompt(prompt, engine, tokenization_kwargs or {})
     if engine_input["type"] != "token":
-        raise ValueError('unit="step" works on prompts of text or tokens; send text alone')
+        raise ValueError('unit="step" works on prompts of text or tokens; send only text')
     room = vllm_config.model_config.max_model_len - len(engine_input["prompt_token_ids"])
     rules = StepRules(
         width=beam.beam_width,
@@ -77,7 +77,7 @@ def open_step_request(
         lookahead=beam.lookahead,
     )
     scorer = step_scorer_of(beam.scorer, plugin_config_of(vllm_config).scorers, is_offline)
-    forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
+    forks = vllm_config.parallel_config.data_parallel_size == 1  # otherwise candidates may go to other engines
     reader = StepReader(engine.renderer.tokenizer, params)
     return StepRequest(request_id, engine_input, beam, reader, scorer, StepSearch(rules), forks)
 

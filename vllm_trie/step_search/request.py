@@ -1,4 +1,4 @@
-"""One request that searches by steps: the candidates' requests, and the answer."""
+"""One request for a search by steps: makes the requests of its candidates and its answer, for both hooks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from vllm_trie.step_search.search import StepSearch
 
 @dataclass
 class StepRequest:
-    """A request and its search. Again and again: draw its `requests`, `take` the outputs, and `judge` what comes back.
+    """A request and its search. Each round: run its `requests`, `take` the outputs, score the result, and `judge`.
 
     Args:
-        request_id: As whoever asks calls it.
+        request_id: The user's.
         engine_input: The prompt, as tokens.
         beam: Its beam options.
         reader: Makes steps of outputs.
-        scorer: What gives candidates their scores.
-        search: What has been found.
-        forks: Whether candidates go on with the KV blocks of what they continue, whatever of it is cached.
+        scorer: Scores candidates.
+        search: The state of the search.
+        forks: Whether candidates continue with the held KV blocks of their parents, whatever the prefix cache has.
     """
 
     request_id: str
@@ -48,20 +48,20 @@ class StepRequest:
     forks: bool = True
 
     def __post_init__(self) -> None:
-        self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
-        self._drawing: dict[str, StepDraw] = {}  # by the ids of their requests, in their order
+        self.own_id = f"steps-{random_uuid()}"  # prefix of the ids of its candidates
+        self._drawing: dict[str, StepDraw] = {}  # by request id, in order
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
-        self.first: RequestOutput | None = None  # of all that the engine returned
+        self.first: RequestOutput | None = None  # the engine's first output
 
     @property
     def params(self) -> SamplingParams:
-        """What was asked for."""
+        """The parameters of the user's request."""
         return self.reader.params
 
     @cached_property
     def prompt(self) -> str:
-        """Its text."""
+        """The text of the prompt."""
         text: str | None = self.engine_input.get("prompt")
         return (
             detokenizing_function(self.reader.tokenizer, False)(self.engine_input["prompt_token_ids"])
@@ -70,7 +70,7 @@ class StepRequest:
         )
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
-        """Prompt and parameters of each request that is to be drawn next, by its id, in their order."""
+        """Prompt and parameters of the requests to run next, by id, in order."""
         number, draws = self.search.num_rounds, self.search.draws()
         self._drawing = {
             f"{self.own_id}-{number}{'ahead' * draw.is_greedy}-{index}": draw for index, draw in enumerate(draws)
@@ -99,9 +99,9 @@ class StepRequest:
         return params
 
     def take_released(self) -> list[str]:
-        """Keys of KV blocks that no candidate will go on from: to be aborted, whatever became of the search.
+        """Keys of held KV blocks that no candidate will continue; the caller aborts them, even if the search failed.
 
-        Of candidates that may yet be returned to the best are held, as many as the option `pool` says.
+        Of candidates to which the search may return, the best are held, as many as the option `pool` says.
         """
         if not self.forks:
             return []
@@ -115,13 +115,13 @@ class StepRequest:
         return sorted(released)
 
     def take(self, outputs: Sequence[RequestOutput]) -> list[StepCandidate]:
-        """Take what the requests returned, in their order.
+        """Take the outputs of the requests, in order.
 
         Returns:
-            What is to be scored; nothing if further `requests` come first.
+            The candidates to score; none if further `requests` come first.
 
         Raises:
-            DrawError: a request came to no end.
+            DrawError: a request did not finish.
         """
         self.first = self.first or outputs[0]
         ended = list(zip(self._drawing.items(), outputs, strict=True))
@@ -137,18 +137,18 @@ class StepRequest:
         """Take the scores of what `take` returned. Returns whether the search is over.
 
         Raises:
-            ScorerError: these are not as many numbers.
+            ScorerError: they are not one number per candidate.
         """
         self._is_over = self.search.judge(scores)
         return self._is_over
 
     def end(self) -> None:
-        """Give up: `take_released` tells what is to be released."""
+        """End the search; `take_released` then returns all keys."""
         self._is_over = True
         self._held.update(self._drawing)
 
     def answer(self) -> RequestOutput:
-        """The best `n` hypotheses, best first; fewer if there are fewer."""
+        """The best `n` hypotheses, best first, or all if there are fewer."""
         return self._answer_of(self.search.finished[: self.params.n])
 
     def _answer_of(self, best: Sequence[StepHypothesis]) -> RequestOutput:
@@ -161,14 +161,14 @@ class StepRequest:
         return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], answer)
 
     def failure(self, error: Exception) -> RequestOutput:
-        """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why; or `aborted`."""
+        """End a failed search: `n` outputs with an error, whose stop reason is its cause; or `aborted`."""
         if isinstance(error, DrawAbortedError):
             return self.aborted()
         why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
         return self._without_answer("error", shortened_option_refusal(why))
 
     def aborted(self) -> RequestOutput:
-        """The end of a search that somebody else ended: the best of what was scored; `n` empty outputs before that."""
+        """End an aborted search: the best scored candidates, or `n` empty outputs if none was scored."""
         self.end()
         best = self.search.best_so_far(self.params.n)
         unended = [replace(hypothesis, finish_reason=None, stop_reason=None) for hypothesis in best]
@@ -206,15 +206,15 @@ class StepRequest:
 
 
 def step_search_of(candidate_id: str) -> str:
-    """The own id of the search that a candidate's request would belong to."""
+    """The `own_id` of the search to which a candidate's request belongs, if it is one."""
     return candidate_id.rsplit("-", 2)[0]
 
 
 def _params_of_step_candidates(params: SamplingParams) -> SamplingParams:
-    """What all candidates have in common: one output each, by vLLM's own sampler."""
+    """The parameters that all candidates share: one output each, by vLLM's sampler."""
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in OPTIONS}
     shared = copy(params)
     shared.n, shared.extra_args, shared.output_kind = 1, extra_args or None, RequestOutputKind.FINAL_ONLY
-    shared = shared.clone()  # now that the scorer is out of it, which may hold an engine that cannot be copied
+    shared = shared.clone()  # without the scorer, which may hold an engine that cannot be copied
     shared.logprobs = params.logprobs or 0  # without any, vLLM does not fill cumulative_logprob
     return shared

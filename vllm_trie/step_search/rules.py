@@ -1,4 +1,4 @@
-"""What a search by steps asks for."""
+"""The rules of a search by steps, as `opening.py` derives them from its options."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from vllm_trie.options.parts import Allot, Order
 
 @dataclass(frozen=True)
 class StepRules:
-    """What one search asks for.
+    """The rules of one search.
 
     Args:
         width: Beams that go on after each round, and finished hypotheses that are kept.
         candidates: Candidates of a round, per beam of `width`.
         max_tokens: The most tokens that a hypothesis can have.
-        max_steps: Rounds; in the last one candidates are drawn to their end. None: as many as it takes.
+        max_steps: Rounds; in the last one candidates are sampled to their end. None: as many as it takes.
         stops_early: Whether the search is over once `width` hypotheses are finished.
-        seed: Decides what is drawn.
-        allot: Who gets the candidates of a round.
+        seed: Of sampling.
+        allot: How the candidates of a round are shared out.
         allot_temperature: Of REBASE's softmax of scores.
-        prefer_shared: What ETS takes off the weight of beams for the KV that they alone need.
-        order: Whether a round expands candidates of the round before it, or any that are open.
-        exploration: How much MCTS prefers what it has visited rarely.
-        lookahead: Tokens that are drawn greedily behind each candidate, for the scorer to see.
+        prefer_shared: ETS's price of the KV that only one beam needs.
+        order: The order in which open candidates are expanded.
+        exploration: How strongly MCTS prefers rarely visited candidates.
+        lookahead: Greedy tokens after each candidate, for the scorer only.
     """
 
     width: int

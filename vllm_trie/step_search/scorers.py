@@ -19,20 +19,20 @@ from vllm_trie.step_search.scores import ScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
 
-TIMEOUT = 600.0  # seconds that an endpoint may take for the candidates of a round
+TIMEOUT = 600.0  # seconds for the candidates of a round
 
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """What a scorer sees of a candidate: its text so far, and the step that is new.
+    """A candidate as a scorer sees it.
 
     Args:
         prompt: The text of the prompt.
-        steps: The text of each step.
-        token_ids: Of all steps, one after the other.
-        scores: What the scorer said after each earlier step.
+        steps: The text of each step, the new one last.
+        token_ids: Of all steps, concatenated.
+        scores: The scores after each earlier step.
         is_finished: Whether it cannot go on.
-        lookahead: What the model would write next, greedily, as far as the request's `lookahead` goes.
+        lookahead: The text that the model would write next, greedily, in up to `lookahead` tokens.
     """
 
     prompt: str
@@ -44,12 +44,12 @@ class StepCandidate:
 
     @property
     def text(self) -> str:
-        """All steps."""
+        """The text of all steps."""
         return "".join(self.steps)
 
     @property
     def text_ahead(self) -> str:
-        """All steps and the lookahead: what a scorer of texts judges."""
+        """The text of all steps and the lookahead, which scorers of texts judge."""
         return self.text + self.lookahead
 
 
@@ -57,15 +57,15 @@ Scorer: TypeAlias = Callable[[list[StepCandidate]], Iterable[Any]]  # a number f
 
 
 def step_scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
-    """The scorer that a request means.
+    """The scorer of a request, as a callable.
 
     Args:
-        scorer: Its option.
+        scorer: The value of the option.
         known: URLs of the engine's scorers, by name.
-        is_offline: Whether who asks may let this process send requests to anywhere.
+        is_offline: Whether the user may make this process send requests to any URL.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a scorer.
     """
     if isinstance(scorer, str):
         if scorer in known:
@@ -74,7 +74,7 @@ def step_scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> S
             return HttpStepScorer(scorer)
         names = listed_option_names(known) or "none"
         raise ValueError(
-            f"scorer={shown_option(scorer)} is no scorer of this engine, which knows: {names}; start it with "
+            f"scorer={shown_option(scorer)} is not a scorer of this engine, which has: {names}; start it with "
             'additional_config={"trie_beam": {"scorers": {"prm": "http://host:8000/classify"}}}'
         )
     if isinstance(scorer, LLM):
@@ -89,7 +89,7 @@ class PoolingStepScorer:
     """A pooling model in this process: a score is the last number that it returns for prompt and text.
 
     Raises:
-        ValueError: the model returns embeddings, or is none for pooling.
+        ValueError: the model returns embeddings, or is not a pooling model.
     """
 
     llm: LLM
@@ -98,9 +98,8 @@ class PoolingStepScorer:
         task = self.llm.pooling_task
         if task not in ("classify", "token_classify"):
             raise ValueError(
-                f"scorer={shown_option(self.llm)} is an LLM for {task or 'generate'!r}; pass one of a classifier "
-                "or reward "
-                'model, started with runner="pooling"'
+                f"scorer={shown_option(self.llm)} is an LLM for {task or 'generate'!r}; pass one with a classifier or "
+                'reward model, started with runner="pooling"'
             )
 
     def __call__(self, candidates: list[StepCandidate]) -> list[float]:
@@ -111,7 +110,7 @@ class PoolingStepScorer:
 
 
 def _step_text_begun_once(text: str, tokenizer: Any) -> str:
-    """The text without its first token where the tokenizer adds this token: a chat's text has it already."""
+    """Remove a leading BOS token that the tokenizer would add again, as the text of a chat already has it."""
     start: str = getattr(tokenizer, "bos_token", None) or ""
     is_added = text.startswith(start) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
     return text.removeprefix(start) if is_added else text
@@ -119,15 +118,15 @@ def _step_text_begun_once(text: str, tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class HttpStepScorer:
-    """An endpoint: one POST for all candidates of a round.
+    """An HTTP endpoint, called with one POST for all candidates of a round.
 
-    Where the path ends with /classify, /pooling or /score, it is one of vLLM's, and the score the last number that it
+    A path that ends with /classify, /pooling or /score is taken for vLLM's, and the score is the last number that it
     returns for a candidate. Any other gets `{"candidates": [{"prompt", "text", "steps", "token_ids", "scores",
     "is_finished", "lookahead"}, ...]}` and returns `{"scores": [number, ...]}`.
 
     Args:
-        url: Where it is.
-        name: What the engine's clients call it, who hear of nothing else when it fails.
+        url: Of the endpoint.
+        name: The name that clients use. If there is one, errors tell clients neither the URL nor details.
     """
 
     url: str
@@ -141,7 +140,7 @@ class HttpStepScorer:
         return self.values(response)
 
     async def ask(self, candidates: list[StepCandidate]) -> list[Any]:
-        """The same where other requests go on meanwhile."""
+        """Like calling it, but asynchronous."""
         async with httpx.AsyncClient(timeout=TIMEOUT, verify=_step_scorer_certificates()) as client:
             try:
                 response = await client.post(self.url, json=self.question(candidates))
@@ -156,7 +155,7 @@ class HttpStepScorer:
         if self.name is None:
             return ScorerError(f"the scorer at {self.url} {what}: {detail}")
         logger.error("The scorer %s at %s %s: %s", self.name, self.url, what, detail)
-        return ScorerError(f"the scorer {self.name!r} {what}; the log of the engine's front end says more")
+        return ScorerError(f"the scorer {self.name!r} {what}; the log of the engine's front end has details")
 
     @property
     def _endpoint(self) -> str:
@@ -171,10 +170,10 @@ class HttpStepScorer:
         return {"candidates": [{**asdict(c), "text": c.text} for c in candidates]}
 
     def values(self, response: httpx.Response) -> list[Any]:
-        """The scores among what came back.
+        """The scores in a response.
 
         Raises:
-            ScorerError: there are none.
+            ScorerError: it is an error, or has no scores.
         """
         if response.is_error:
             raise self._failed(f"answered {response.status_code}", response.text[:200])
@@ -192,12 +191,12 @@ class HttpStepScorer:
 
 @cache
 def _step_scorer_certificates() -> ssl.SSLContext:
-    """Whom to trust: read once, as that takes a tenth of a second, in which nothing else is served."""
+    """The trusted certificates, read once, since that blocks the server for a tenth of a second."""
     return httpx.create_ssl_context()
 
 
 def _last_step_score(value: Any) -> Any:
-    """Of one number, of classes, or of classes by token."""
+    """The last number of a value: a number, a list by class, or lists by token."""
     while isinstance(value, list):
         value = value[-1]
     return value

@@ -1,4 +1,4 @@
-"""What scorers return, checked."""
+"""Checks what scorers return."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from vllm_trie.finite_numbers import finite_numbers
 
 
 class ScorerError(ValueError):
-    """A scorer failed, or returned what are no scores."""
+    """A scorer failed, or did not return scores."""
 
 
 def checked_step_scores(scores: Iterable[Any], count: int) -> list[float]:
-    """What a scorer returned, as `count` numbers.
+    """The scores that a scorer returned, as `count` finite numbers.
 
     Raises:
-        ScorerError: it is something else.
+        ScorerError: they are not.
     """
     return finite_numbers(scores, count, "scorer", "candidate", ScorerError)

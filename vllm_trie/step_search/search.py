@@ -1,10 +1,10 @@
-"""Search by steps: candidates are drawn up to a delimiter, and what a scorer says of them decides which go on.
+"""Search by steps: candidates are sampled up to a delimiter, and a scorer decides which of them go on.
 
-This is the search alone: who runs it draws the candidates and asks the scorer (`request.py`). By default
-the rules are those of beam search with process rewards in "Scaling LLM Test-Time Compute", as search-and-learn has
-them. Each round draws `width * candidates` candidates, dealt out evenly over the beams. Those that have ended leave the
-beam, and compete in the end. Of the others the best `width` go on. The last of `max_steps` rounds draws to the end.
-Candidates of equal text are one (there as an option); otherwise the best would be copies of each other. Ties go to the
+This is only the search: its caller samples the candidates and calls the scorer (`request.py`). By default the rules are
+those of beam search with process rewards in "Scaling LLM Test-Time Compute", as in search-and-learn. Each round samples
+`width * candidates` candidates, spread evenly over the beams. Those that have ended leave the beam and compete at the
+end. Of the others the best `width` go on. The last of `max_steps` rounds samples to the end. Candidates with equal
+texts are merged (an option in search-and-learn), as the best would otherwise be copies of each other. Ties go to the
 earlier one.
 """
 
@@ -23,18 +23,18 @@ from vllm_trie.step_search.scores import checked_step_scores
 
 @dataclass
 class StepSearch:
-    """One search. Again and again: draw what `draws` asks for, `take` it, and `judge` what that returns, if anything.
+    """One search. Each round: sample what `draws` asks for, `take` it, and `judge` the returned candidates, if any.
 
     Args:
-        rules: What it asks for.
+        rules: Its rules.
     """
 
     rules: StepRules
-    beams: list[StepHypothesis] = field(default_factory=lambda: [StepHypothesis()])  # that go on, best first
+    beams: list[StepHypothesis] = field(default_factory=lambda: [StepHypothesis()])  # those that go on, best first
     finished: list[StepHypothesis] = field(default_factory=list)  # best first, at most `width`
-    num_rounds: int = 0  # that are over
-    num_drawn: int = 0  # candidates
-    candidates: list[StepHypothesis] = field(default_factory=list)  # of this round, not judged yet
+    num_rounds: int = 0  # finished ones
+    num_drawn: int = 0  # candidates that were sampled
+    candidates: list[StepHypothesis] = field(default_factory=list)  # of this round, not yet judged
     _drawing: list[StepDraw] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class StepSearch:
 
     @property
     def pool(self) -> list[StepHypothesis]:
-        """Candidates that did not go on, and that may yet; best first."""
+        """Candidates that did not go on but still may, best first."""
         return self._open.candidates
 
     def draws(self) -> list[StepDraw]:
-        """What is to be drawn next: what follows the candidates of this round, or those of the next round.
+        """What to sample next: lookaheads of this round's candidates, or the candidates of the next round.
 
-        The latter are the first one of each beam, best beam first, then the second one of each, and so on.
+        The latter are the first candidate of each beam, best beam first, then the second of each, and so on.
         """
         if not self.candidates:
             self._drawing = self._next_candidates()
@@ -68,10 +68,10 @@ class StepSearch:
         return draws
 
     def take(self, drawn: Sequence[DrawnStep]) -> list[StepQuestion]:
-        """Take what was drawn, in the order of `draws`.
+        """Take the sampled steps, in the order of `draws`.
 
         Returns:
-            The candidates to score, each text once; none if `draws` asks for what follows them first.
+            The candidates to score, each text once; none if `draws` asks for their lookaheads first.
         """
         if self.candidates:
             lookaheads = {draw.path: step.text for draw, step in zip(self._drawing, drawn, strict=True)}
@@ -92,7 +92,7 @@ class StepSearch:
         """Take the scores of the candidates that `take` returned. Returns whether the search is over.
 
         Raises:
-            ScorerError: these are not as many numbers.
+            ScorerError: they are not one number per candidate.
         """
         values, width = checked_step_scores(scores, len(self.candidates)), self.rules.width
         scored = [replace(c, scores=(*c.scores, value)) for c, value in zip(self.candidates, values, strict=True)]
@@ -109,20 +109,20 @@ class StepSearch:
         return not self.beams or is_enough or self.num_rounds == self.rules.max_steps
 
     def best_so_far(self, count: int) -> list[StepHypothesis]:
-        """The best `count` that were scored, best first, each text once: what there is if the search ends here."""
+        """The best `count` scored candidates, best first, each text once: the answer if the search ends now."""
         scored = [hypothesis for hypothesis in (*self.finished, *self.beams, *self.pool) if hypothesis.scores]
         return _ranked_step_candidates(_first_step_of_each(scored, lambda c: c.text))[:count]
 
     def _allot(self) -> None:
-        """Say which of the open candidates go on, and with how many new ones each.
+        """Decide which of the open candidates go on, and how many new candidates each gets.
 
         "rebase" follows the paper's algorithm and the authors' code: all that have not ended share what is left of the
-        first budget, from which each candidate that has ended takes one. When nothing is left the search ends. The
-        paper does not know copies: here copies of an ended candidate take one each, as they were drawn, and copies of
-        one that goes on have one share.
+        first budget, from which each candidate that has ended takes one. When nothing is left, the search ends. The
+        paper does not mention copies: here copies of an ended candidate take one each, as they were sampled, and
+        copies of one that goes on have one share.
 
-        "dvts" follows search-and-learn: the best candidate of each subtree goes on alone, and if it has ended, so has
-        the subtree. There the other candidates of a subtree's last round are results, too, here its best one alone is.
+        "dvts" follows search-and-learn: only the best candidate of each subtree goes on, and if it has ended, so has
+        the subtree. There all candidates of a subtree's last round are results; here only its best one is.
         """
         rules = self.rules
         beams = self._open.first(len(self.pool) if rules.allot == "rebase" else rules.width)
@@ -144,11 +144,11 @@ class StepSearch:
         return allot_steps_by_score([beam.score for beam in beams], self._budget, self.rules.allot_temperature)
 
     def _distinct(self, candidates: Iterable[StepHypothesis]) -> list[StepHypothesis]:
-        """The first of those that are alike: an equal text that has ended, or that has not; in each subtree."""
+        """The first of equal candidates: with the same text, both ended or not, in the same subtree."""
         return _first_step_of_each(candidates, lambda c: (self._subtree(c), c.text, c.is_finished))
 
     def _subtree(self, candidate: StepHypothesis) -> int:
-        """Which of the subtrees that take no notice of each other it belongs to."""
+        """The number of its subtree under "dvts", whose subtrees are independent; otherwise 0."""
         return candidate.path[0] % self.rules.width if self.rules.allot == "dvts" else 0
 
 

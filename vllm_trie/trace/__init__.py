@@ -1,4 +1,4 @@
-"""The search itself, as `trace=True` returns it: lists to walk, and a page to look at."""
+"""Reads and draws the search that `trace=True` returns."""
 
 from vllm_trie.trace.trace import Forest, Trace
 

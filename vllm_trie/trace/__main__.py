@@ -14,9 +14,9 @@ from vllm_trie.trace.trace import Trace
 def trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_trie.trace",
-        description="Draw a beam search that was asked for with trace=True on one HTML page, which needs no network.",
+        description="Draw a beam search with trace=True as a single HTML page, which needs no network.",
     )
-    parser.add_argument("answer", type=Path, help="a server's response as JSON, or what Trace.to_json returned")
+    parser.add_argument("answer", type=Path, help="a server's response as JSON, or the output of Trace.to_json")
     parser.add_argument("page", type=Path, help="the HTML file to write")
     parser.add_argument("--title", default="Beam search")
     return parser

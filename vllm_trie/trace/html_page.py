@@ -1,4 +1,4 @@
-"""A trace as one HTML file that needs nothing else: neither a server nor a network."""
+"""Draws a trace as one HTML file that needs neither a server nor a network."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def trace_page(trace: Trace, title: str = "Beam search") -> str:
         name: (files("vllm_trie.trace") / "page" / f"{name}.js").read_text("utf-8") for name in ("layout", "view")
     }
     style = (files("vllm_trie.trace") / "page" / "style.css").read_text("utf-8")
-    answer = trace.to_json().replace("<", "\\u003c")  # or a token might end the script
+    answer = trace.to_json().replace("<", "\\u003c")  # otherwise a token might end the script
     return _PAGE.format(title=escape(title), style=style, answer=answer, **scripts)

@@ -1,5 +1,5 @@
-"""The texts of a trace's tokens. There may be tens of thousands, which take a second to decode, so that the front end
-makes them, and not the engine, where all requests would wait."""
+"""Adds the texts of tokens to a trace, in the front end: decoding tens of thousands takes a second, for which all
+requests would wait in the engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm_trie.detokenizing import detokenizing_function, is_detokenizing_in_rust
 from vllm_trie.trace.trace import trace_tokens_of
 
-DECODED_AT_ONCE = 256  # tokens, before other requests have their turn
+DECODED_AT_ONCE = 256  # tokens before other requests get a turn
 
 
 def complete_trace(_: Any, answer: dict[str, Any], tokenizer: TokenizerLike | None) -> Iterator[None]:
-    """Add the texts to the trace that an answer has, and pause after every few."""
+    """Add texts to the trace in an answer; yields after every few."""
     if tokenizer is None:
         return
     trace = answer["trace"]
@@ -28,7 +28,7 @@ def complete_trace(_: Any, answer: dict[str, Any], tokenizer: TokenizerLike | No
 
 
 class _UncleanedTraceTexts:
-    """What vLLM asks of a tokenizer for the texts of single tokens, with the spaces that texts of answers have."""
+    """The parts of a tokenizer that vLLM needs for texts of single tokens, with the spaces of answers' texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend_tokenizer = tokenizer.backend_tokenizer if is_detokenizing_in_rust(tokenizer) else None

@@ -1,4 +1,4 @@
-"""What `trace=True` returns, and how one walks it."""
+"""The result of `trace=True` as an object: `Trace` and its parts."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-PLUGIN_NAME = "trie_beam"  # that of `options`, which needs what a reader of traces may lack
+PLUGIN_NAME = "trie_beam"  # a copy: `options` needs packages that a reader of traces may lack
 
 
 class Finished(NamedTuple):
-    """Hypotheses that finished, in the order in which they did: [F] each."""
+    """Finished hypotheses in the order in which they finished: [F] each."""
 
-    steps: list[int]  # of their last tokens
+    steps: list[int]  # in which their last tokens were generated
     parents: list[int]  # the slots, one step before, that they continue
-    tokens: list[int]  # their last ones, stop tokens among them
+    tokens: list[int]  # their last tokens, including stop tokens
     scores: list[float]  # cumulative log-probabilities, in nats
 
 
 @dataclass(frozen=True)
 class Forest:
-    """The drafts of one forward: [D] each.
+    """The drafts of one forward pass: [D] each.
 
     Args:
-        step: The first of the steps that the forward took: first drafts lie beside the beams of this step, the drafts
-            after them beside those of the next one.
+        step: The first step of the forward pass: drafts of the first layer belong to this step, drafts of the second
+            layer to the next step, and so on.
         parents: The draft that each continues, or -1 - slot: the beam in that slot before `step`.
-        tokens: Of each.
+        tokens: The token of each.
     """
 
     step: int
@@ -37,22 +37,22 @@ class Forest:
 
 @dataclass(frozen=True)
 class Trace:
-    """One search. Steps count from 0, one token each; slots, the places of beams, too.
+    """One search. Steps, one token each, count from 0, and so do slots, the places of beams.
 
     Args:
         prompt_length: In tokens.
         block_size: Tokens of a KV block.
         parents: [S][b] the slot that the beam in each slot continues, one step before; in the first step 0, the prompt.
         tokens: [S][b] its newest token.
-        scores: [S][b] its cumulative log-probability in nats, to five digits behind the point; None: no beam is there.
-        finished: The hypotheses that finished. What finishes in the last step of all has no beams beside it.
-        returned: [n] the numbers, in `finished`, of the hypotheses that came back, best first.
-        forests: Of a search that speculates, one for each forward that verified drafts.
-        accepted: [S][b] the draft of the step's forward that each beam is, -1 where it was not drafted; [] where a step
-            accepts no drafts. The beams of a forward's last step need none.
-        blocks: [S] how many KV blocks all beams together hold, and how many of these, the first ones, they all share,
-            once the step is done; None between the steps of a forward, in the first step and without KV blocks.
-        texts: By token. Without a tokenizer there are none.
+        scores: [S][b] its cumulative log-probability in nats, rounded to five decimals; None if the slot has no beam.
+        finished: The finished hypotheses. There are no beams for the last step of the search.
+        returned: [n] the numbers, in `finished`, of the returned hypotheses, best first.
+        forests: If the search speculates, one per forward pass that verified drafts.
+        accepted: [S][b] the draft, of the step's forward pass, that became the beam; -1 if it was not drafted. [] if a
+            step accepts no drafts. The beams of a forward pass's last step need none.
+        blocks: [S] how many KV blocks all beams together hold after the step, and how many leading ones of these they
+            all share; None between the steps of a forward pass, in the first step and without KV blocks.
+        texts: By token; empty without a tokenizer.
     """
 
     prompt_length: int
@@ -72,7 +72,7 @@ class Trace:
         """The trace of an answer.
 
         Args:
-            answer: A `RequestOutput` of vLLM, a response of a server, as an object or as its JSON, or `as_dict`.
+            answer: A `RequestOutput` of vLLM, a server's response as an object or as parsed JSON, or `as_dict`.
 
         Raises:
             ValueError: the answer has no trace.
@@ -88,39 +88,39 @@ class Trace:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the search, the one in which all ended among them."""
+        """Steps of the search, including the last one."""
         return max(len(self.tokens), *(step + 1 for step in self.finished.steps), 0)
 
     def hypothesis(self, number: int) -> list[int]:
-        """The tokens of a finished hypothesis, exactly those that the search found, the stop token included."""
+        """The tokens of a finished hypothesis, exactly as the search found them, including a stop token."""
         steps, parents, tokens, _ = self.finished
         return [*self.beam(steps[number] - 1, parents[number]), tokens[number]]
 
     def beam(self, step: int, slot: int) -> list[int]:
-        """The tokens of the beam that is in a slot after a step; none before the first one."""
+        """The tokens of the beam in a slot after a step; none before the first step."""
         return [self.tokens[at][of] for at, of in self._way(step, slot)][::-1]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The texts of tokens, each by itself: of a character that several tokens make it shows replacements."""
+        """The joined texts of single tokens; a character of several tokens shows as replacement characters."""
         return "".join(self.texts.get(token, f"<{token}>") for token in tokens)
 
     def row_blocks(self, step: int) -> list[list[tuple[int, int]]]:
-        """By slot, the full KV blocks of generated tokens that its beam reads after a step: equal where it is the same.
+        """By slot, the full KV blocks with generated tokens that its beam reads after a step; equal if it is shared.
 
         A block is full once the beams' newest token is its last. It belongs to the beam of that step, and to all beams
-        that descend from it. Blocks of the prompt alone, which all share, are left out.
+        that descend from it. Blocks with only prompt tokens, which all share, are left out.
 
         Returns:
-            Of each block the step in which it became full, and the slot of the beam to which it belonged then.
+            For each block, the step in which it became full, and the slot of the beam that it belonged to then.
         """
         return [[at for at in [*self._way(step, slot)][::-1] if self._fills(at[0])] for slot in self._slots(step)]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it: what the field `trace` of a response is."""
+        """The trace in JSON types, as in the field `trace` of a response."""
         return {**asdict(self), "finished": self.finished._asdict(), "texts": [*self.texts.items()]}
 
     def to_json(self) -> str:
-        """For a file that `python -m vllm_trie.trace` draws."""
+        """The trace as JSON, for a file that `python -m vllm_trie.trace` draws."""
         return json.dumps(self.as_dict(), ensure_ascii=False, separators=(",", ":"))
 
     def _fills(self, step: int) -> bool:
@@ -130,7 +130,7 @@ class Trace:
         return range(len(self.tokens[step]))
 
     def _way(self, step: int, slot: int) -> Iterator[tuple[int, int]]:
-        """From a beam back to the first step."""
+        """The (step, slot) pairs from a beam back to the first step."""
         for at in range(step, -1, -1):
             yield at, slot
             slot = self.parents[at][slot]
@@ -143,7 +143,7 @@ def trace_tokens_of(trace: Mapping[str, Any]) -> list[int]:
 
 
 def _found_trace_fields(answer: Any) -> dict[str, Any] | None:
-    """The lists, wherever an answer has them."""
+    """The fields of a trace in an answer, if it has one."""
     fields: Mapping[str, Any] = answer if isinstance(answer, Mapping) else vars(answer)
     extra = fields if isinstance(answer, Mapping) else {**fields, **(getattr(answer, "model_extra", None) or {})}
     if "returned" in extra:

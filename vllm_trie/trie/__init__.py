@@ -1,13 +1,13 @@
-"""The host's truth about a search, as two tries: tokens of hypotheses, and blocks of KV cache."""
+"""The host's state of a search, as two tries: tokens of hypotheses, and KV blocks. The scheduler keeps them."""
 
 import numpy as np
 
 
 def num_equal_trie_columns(columns: np.ndarray) -> int:
-    """How many columns, the first ones, have the same in every row: each row goes through these nodes, or blocks.
+    """How many leading columns are equal in every row: the nodes, or blocks, that all rows share.
 
     Args:
-        columns: [rows, n], one row at least.
+        columns: [rows, n], at least one row.
     """
     differ = (columns != columns[0]).any(axis=0)
     return int(differ.argmax()) if differ.any() else len(differ)

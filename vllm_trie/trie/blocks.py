@@ -1,4 +1,4 @@
-"""The block trie: which KV blocks the rows of one beam group share, and which are their own."""
+"""The block trie: which KV blocks the rows of a beam group share, and which belong to one row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_COPIES = np.empty((0, 2), np.int32)
 
 @dataclass
 class TrieBlockCounts:
-    """What the trie did, in blocks."""
+    """Counts of what tries did with blocks."""
 
-    shared: int = 0  # full blocks a fork took over by reference
-    copied: int = 0  # tail blocks whose content a fork copied
-    reclaimed: int = 0  # blocks given back because no row led to them any more
+    shared: int = 0  # full blocks that forks took over by reference
+    copied: int = 0  # tail blocks that forks copied
+    reclaimed: int = 0  # blocks returned because no row used them any more
     cached: int = 0  # full blocks beyond the prompt that entered the prefix cache
 
     def add(self, other: TrieBlockCounts) -> None:
@@ -30,7 +30,7 @@ class TrieBlockCounts:
 
 
 def least_trie_blocks(num_prompt_tokens: int, width: int, block_size: int) -> int:
-    """The fewest blocks with which `width` rows that see all of their prompt can take a step beyond it."""
+    """The fewest blocks with which `width` rows that read all of their prompt can take a step after it."""
     return num_prompt_tokens // block_size + width
 
 
@@ -41,31 +41,30 @@ def trie_fan_out_blocks(num_tokens: int, paths: np.ndarray, block_size: int) -> 
     count = width if end % block_size else 0
     for block_end in range((num_tokens // block_size + 1) * block_size, end + 1, block_size):
         count += len(np.unique(paths[:, block_end - num_tokens - 1]))
-    return count - (num_tokens % block_size > 0)  # one row goes on in the prefix's own tail
+    return count - (num_tokens % block_size > 0)  # one row continues in the prefix's tail
 
 
 @dataclass
 class BlockTrie:
     """The blocks of a group of rows that all hold the same number of tokens.
 
-    A row is a line of a table: full blocks, which other rows may hold as well, then tail blocks of its own: one that is
-    being written, and maybe one that has become full since the last fork. Rows with the same block in a column have the
-    same ones before it, so the table is a trie; its first columns, where all rows have the same, are kept once. In a
-    fork a row takes over the full blocks of another and copies what is partly filled, so no row ever writes into a
-    block that another row reads. Nothing is counted by reference: `reclaim` looks up which blocks the table no longer
-    has. Blocks are numbers here; who allocates and frees them is the caller's business.
+    A row is a line of a table: full blocks, which other rows may share, then tail blocks that only it has: one that is
+    being written, and perhaps one that has become full since the last fork. Rows with the same block in a column have
+    the same blocks before it, so the table is a trie; leading columns that are equal in all rows are stored once. In a
+    fork a row takes over the full blocks of another and copies a partly filled one, so no row ever writes into a block
+    that another row reads. There are no reference counts: `reclaim` looks up which blocks the table no longer has.
+    Blocks are numbers here; the caller allocates and frees them.
 
-    Where attention sees only a window, the first blocks of all rows can be skipped: rows hold what
-    comes behind them.
+    With window attention, the first blocks of all rows can be skipped: rows hold only the blocks after them.
 
     Args:
         block_size: Tokens per block.
         prefix: Blocks of the common prefix, the first row; the last one may be partly filled.
         num_tokens: Tokens of the common prefix.
-        num_skipped: How many of its blocks, the first ones, are not held.
+        num_skipped: How many leading blocks of it are not held.
     """
 
-    holds_tokens: ClassVar = True  # of the rows themselves, not of what their encoder made
+    holds_tokens: ClassVar = True  # of the rows, not outputs of an encoder
 
     block_size: int
     prefix: Sequence[int]
@@ -77,11 +76,11 @@ class BlockTrie:
         full, partial = divmod(self.num_tokens, self.block_size)
         if len(self.prefix) != full + bool(partial):
             raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
-        self.num_sealed = full  # blocks of each row, from the first one, that others may hold, or that are skipped
-        self._num_common = self._num_examined = full  # that all rows share, as found when so many were sealed
-        self._common = [*self.prefix[self.num_skipped : full]]  # of these, those that are held
-        self._table = np.array([self.prefix[full:]], np.int32)  # [rows, blocks], what comes after them
-        self._held = self._table[0].copy()  # distinct ones of the table, and those that no row leads to; upper first
+        self.num_sealed = full  # leading blocks of each row that others may share, or that are skipped
+        self._num_common = self._num_examined = full  # leading blocks of all rows, when so many were sealed
+        self._common = [*self.prefix[self.num_skipped : full]]  # those of them that are held
+        self._table = np.array([self.prefix[full:]], np.int32)  # [rows, blocks] the blocks after them
+        self._held = self._table[0].copy()  # distinct blocks of the table, and dead ones; shallow first
         self._may_have_dead = False
         self.prefix = ()
 
@@ -91,19 +90,19 @@ class BlockTrie:
 
     @property
     def _num_full(self) -> int:
-        """Columns of the table, the first ones, that rows may share."""
+        """Leading columns of the table that rows may share."""
         return self.num_sealed - self.num_skipped - len(self._common)
 
     def fan_out(self, paths: np.ndarray, new_blocks: Sequence[int]) -> np.ndarray:
-        """Let one row become many that go on from it, and make room for their tokens.
+        """Turn one row into many that continue it, and make room for their tokens.
 
         Args:
-            paths: [rows, n] a key per token beyond the prefix. Where two rows have the same key, their histories are
-                the same up to that token, and so are their full blocks.
-            new_blocks: As many as `trie_fan_out_blocks` says.
+            paths: [rows, n] a key per token after the prefix. If two rows have the same key, their histories are equal
+                up to that token, and so are their full blocks.
+            new_blocks: As many as `trie_fan_out_blocks` returns.
 
         Returns:
-            [copies, 2] blocks to copy before any row writes, each with the one that it is copied to.
+            [copies, 2] source and destination blocks, to be copied before any row writes.
         """
         assert self.width == 1
         assert len(new_blocks) == trie_fan_out_blocks(self.num_tokens, paths, self.block_size)
@@ -117,7 +116,7 @@ class BlockTrie:
             owners = _numbered_trie_keys(paths[:, block_end - start - 1]) if is_full else np.arange(width)
             blocks, unused = np.array(unused[: owners.max() + 1], np.int32), unused[owners.max() + 1 :]
             columns.append(blocks[owners][:, None])
-            if len(tail) and len(columns) == 2:  # the first row goes on in the tail itself
+            if len(tail) and len(columns) == 2:  # the first row continues in the tail itself
                 copies = np.column_stack([np.repeat(tail, len(blocks) - 1), blocks[1:]])
         self._table = np.hstack(columns)
         self.num_tokens = start + length
@@ -126,7 +125,7 @@ class BlockTrie:
         return copies
 
     def blocks_to_grow(self) -> int:
-        """New blocks that `grow` takes: one per row at a block boundary, else none."""
+        """New blocks that `grow` needs: one per row at a block boundary, otherwise none."""
         return 0 if self.num_tokens % self.block_size else self.width
 
     def grow(self, new_blocks: Sequence[int]) -> None:
@@ -139,15 +138,15 @@ class BlockTrie:
             self._held = np.concatenate([self._held, new])
 
     def fork(self, parents: np.ndarray, num_tokens: int | None = None) -> None:
-        """Let every row d continue the history of row `parents[d]`, and count the tails that are copied for that.
+        """Let every row d continue the history of row `parents[d]`, and count the tails that are copied for it.
 
-        A row that is somebody's parent must be its own (`assign_slots` sees to that), so copies
-        read from survivors and write to dead rows only.
+        A row that is a parent must be its own parent (`assign_slots` ensures it), so copies only read from surviving
+        rows and write to dead ones.
 
         Args:
             parents: [rows].
-            num_tokens: How many tokens the rows held when they forked, if they have grown since; what
-                a row holds beyond stays its own.
+            num_tokens: Tokens of the rows when they forked, if they have grown since; further blocks stay with their
+                rows.
         """
         width = len(self._table)
         assert len(parents) == width
@@ -161,7 +160,7 @@ class BlockTrie:
             self._may_have_dead = True
 
     def skip(self, num_blocks: int) -> None:
-        """Hold the first `num_blocks` blocks of the rows no longer, as far as others may hold them."""
+        """Stop holding the first `num_blocks` blocks of the rows, as far as rows may share them."""
         num_blocks = min(num_blocks, self.num_sealed)
         num_gone = num_blocks - self.num_skipped
         if num_gone <= 0:
@@ -173,9 +172,9 @@ class BlockTrie:
         self._may_have_dead = True
 
     def num_common(self) -> int:
-        """How many blocks, the first ones, all rows are known to share, those that are skipped included.
+        """How many leading blocks all rows are known to share, including skipped ones.
 
-        It never decreases. It is looked up anew whenever rows may share more.
+        It never decreases. It is computed again whenever rows may share more.
         """
         if self._num_examined < self.num_sealed:
             self._num_examined = self.num_sealed
@@ -189,7 +188,7 @@ class BlockTrie:
         return self._num_common
 
     def reclaim(self) -> list[int]:
-        """Hand back the blocks that no row leads to, deepest first."""
+        """Give up and return the blocks that no row uses, deepest first."""
         if not self._may_have_dead:
             return []
         self._may_have_dead = False
@@ -199,41 +198,41 @@ class BlockTrie:
         return dead[::-1].tolist()
 
     def _are_live(self) -> np.ndarray:
-        """[held] bool: whether a row leads to the block."""
+        """[held] bool, whether a row uses the block."""
         in_table = np.zeros(self._held.max(initial=0) + 1, np.bool_)
         in_table[self._table] = True
         return in_table[self._held]
 
     def release(self) -> list[int]:
-        """Give up every row. Returns all blocks, deepest first, so that the prompt is evicted last."""
+        """Drop all rows. Returns all blocks, deepest first, so that the prompt is evicted last."""
         blocks = self.reclaim() + self._held[::-1].tolist() + self._common[::-1]
         self._common, self._held = [], self._held[:0]
         self._table = np.empty((0, 0), np.int32)
         return blocks
 
     def row_blocks(self, row: int) -> list[int]:
-        """The blocks that one row holds, first to last, its tails included."""
+        """The blocks of one row, first to last, including its tails."""
         return self._common + self._table[row].tolist()
 
     def table(self) -> np.ndarray:
-        """[rows, blocks] int32: what `row_blocks` returns, of all rows."""
+        """[rows, blocks] int32: `row_blocks` of all rows."""
         common = np.array(self._common, np.int32)
         return np.hstack([np.broadcast_to(common, (self.width, len(common))), self._table])
 
     @property
     def num_held(self) -> int:
-        """Blocks that are not handed back, those that no row leads to included."""
+        """Blocks that are held, including those that no row uses."""
         return len(self._common) + len(self._held)
 
     @property
     def num_live_blocks(self) -> int:
-        """Distinct blocks that some row leads to: the least any sharing scheme could hold."""
+        """Distinct blocks that some row uses: the fewest that any sharing scheme could hold."""
         return len(self._common) + int(np.count_nonzero(self._are_live()))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the table is a trie whose rows have tails of their own, and is what is held."""
+        """Raise AssertionError unless the table is a trie, no two rows share a tail, and its blocks are held."""
         held = self._common + self._held.tolist()
-        if not self.width:  # after its release
+        if not self.width:  # after `release`
             assert not held, "a block outlived the rows"
             return
         table, num_full = self._table, self._num_full
@@ -254,6 +253,6 @@ class BlockTrie:
 
 
 def _numbered_trie_keys(keys: np.ndarray) -> np.ndarray:
-    """The same keys as numbers from 0, in the order in which they first occur."""
+    """Number keys from 0, in the order in which they first occur."""
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     return first.argsort().argsort()[which]

@@ -1,4 +1,4 @@
-"""The hypothesis trie: the tokens of every live and finished hypothesis, as backpointers by step."""
+"""The hypothesis trie: the tokens of all running and finished hypotheses, as backpointers by step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_trie.trie.leaves import NO_LEAVES, Notes, TrieLeafEnds, TrieLeaves
 
 NO_ROW = -1
 NBYTES = attrgetter("nbytes")
-SPARE_BYTES = 1 << 24  # that steps may take beyond twice of what is needed, before they are looked through
+SPARE_BYTES = 1 << 24  # steps are pruned once they take this much more than twice what was needed
 
 
 class Node(NamedTuple):
     """The token that a step added to a row, or the prompt."""
 
-    length: int  # tokens from the prompt to here, this one included
+    length: int  # generated tokens up to and including this one
     row: int
 
 
@@ -27,7 +27,7 @@ ROOT = Node(0, 0)
 
 
 class _TrieStep(NamedTuple):
-    """What one step made of the rows."""
+    """One step: the new rows."""
 
     parents: np.ndarray  # [b] int32, rows of the step before
     tokens: np.ndarray  # [b] int32
@@ -39,13 +39,13 @@ class _TrieStep(NamedTuple):
         return sum(map(NBYTES, (*self[:3], *self.notes)))
 
     def some(self, rows: np.ndarray) -> _TrieStep:
-        """Of these rows."""
+        """The step restricted to some rows."""
         of_notes = tuple(field[rows] for field in self.notes)
         return _TrieStep(self.parents[rows], self.tokens[rows], self.scores[rows], of_notes)
 
 
 class _Origins(NamedTuple):
-    """Of each row of a step its ancestor, one token beyond what is known to be common."""
+    """For each row of a step, its ancestor one token after what is known to be common."""
 
     start: int  # tokens known to be common
     length: int  # of the step
@@ -58,20 +58,19 @@ NO_ORIGINS = _Origins(-1, 0, np.zeros(1, np.int32))
 class HypothesisTrie:
     """A trie of generated tokens. The prompt is the root and holds no token.
 
-    A step is a layer of nodes: of each row the row that it continues, and its token. So a step costs a few arrays,
-    however many beams there are, and a history is walked back when it is asked for. A leaf is known by a number: a
-    finished hypothesis by 0, 1, 2 and so on, in the order in which they finished, and the newest token of row r by ~r.
-    Nothing is counted by reference. Where steps take much memory, nodes that lead nowhere are left out from time to
-    time. Tokens may carry notes: whatever their step wants to remember.
+    A step is a layer of nodes: for each row its parent row and its token. So a step costs a few arrays, however many
+    beams there are, and histories are walked back on demand. Leaves are numbered: finished hypotheses 0, 1, 2 and so on
+    in the order in which they finish, and the newest token of row r is ~r. There are no reference counts. If steps take
+    much memory, nodes without descendants are pruned from time to time. Tokens may carry notes: any data per token.
     """
 
     def __init__(self) -> None:
         self._steps = list[_TrieStep]()
         self._finished = NO_LEAVES
-        self._num_finished = 0  # ever
-        self._num_bytes, self._most_bytes = 0, SPARE_BYTES  # of steps; and when they are looked through
+        self._num_finished = 0  # so far, including dropped ones
+        self._num_bytes, self._most_bytes = 0, SPARE_BYTES  # of steps; and the limit at which they are pruned
         self._origins = NO_ORIGINS
-        self._origin_of = ROOT, -1, NO_ROW  # likewise of one node: that, `start`, and its ancestor
+        self._origin_of = ROOT, -1, NO_ROW  # a cache for one node: the node, `start`, and its ancestor
 
     @property
     def length(self) -> int:
@@ -85,17 +84,17 @@ class HypothesisTrie:
 
     @property
     def num_nodes(self) -> int:
-        """Tokens held, the root not counted."""
+        """Tokens in the trie."""
         return sum(len(step.tokens) for step in self._steps) + len(self._finished.numbers)
 
     def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, notes: Notes = ()) -> None:
         """Replace the rows by their children.
 
         Args:
-            parents: [b] for each new row the present row it continues.
+            parents: [b] for each new row, the present row that it continues.
             tokens: [b] its new token.
             scores: [b] its cumulative log-probability, in float32.
-            notes: What the new tokens carry; in every step fields of the same shape, but for b.
+            notes: Of the new tokens; in every step fields of the same shape except for b.
         """
         step = _TrieStep(np.array(parents, np.int32), np.array(tokens, np.int32), np.array(scores, np.float32), notes)
         self._steps.append(step)
@@ -105,10 +104,10 @@ class HypothesisTrie:
             self._most_bytes = 2 * self._num_bytes + SPARE_BYTES
 
     def finish(self, rows: ArrayLike, tokens: ArrayLike, scores: ArrayLike, notes: Notes = ()) -> np.ndarray:
-        """Keep the hypotheses that `tokens` end in `rows`, until `drop`. Returns their numbers, [n] int64.
+        """Add the finished hypotheses in which `tokens` end `rows`. Returns their numbers, [n] int64.
 
         Args:
-            rows, tokens, scores, notes: As for `advance`, of each hypothesis.
+            rows, tokens, scores, notes: As for `advance`, for each hypothesis.
         """
         parents = self._nodes(np.array(rows, np.int64))
         numbers = np.arange(self._num_finished, self._num_finished + len(parents))
@@ -118,7 +117,7 @@ class HypothesisTrie:
         return numbers
 
     def drop(self, leaves: ArrayLike) -> None:
-        """Give up finished hypotheses."""
+        """Remove finished hypotheses."""
         self._finished = self._finished.without(np.array(leaves, np.int64))
 
     def parent(self, leaf: int) -> Node:
@@ -126,14 +125,14 @@ class HypothesisTrie:
         return Node(*self._finished.parents[self._finished.at(np.array([leaf]))[0]].tolist())
 
     def scores(self, leaves: ArrayLike) -> np.ndarray:
-        """[n] float32: the cumulative log-probability of each of these hypotheses."""
+        """[n] float32, the cumulative log-probability of each of these hypotheses."""
         ends = self._ends(leaves)
         scores = self.row_scores()[np.where(ends.is_finished, 0, ends.nodes[:, 1])]
         scores[ends.is_finished] = self._finished.scores[ends.at]
         return scores
 
     def score_at(self, node: Node) -> float:
-        """The cumulative log-probability of the tokens that lead to a node."""
+        """The cumulative log-probability of the tokens up to a node."""
         return self._steps[node.length - 1].scores[node.row].item() if node.length else 0.0
 
     def row_scores(self) -> np.ndarray:
@@ -157,41 +156,41 @@ class HypothesisTrie:
         return self._tokens(self._nodes(np.arange(self.width)))
 
     def notes(self, leaves: ArrayLike) -> Notes:
-        """What the tokens of these hypotheses carry, of one after the other: of each field [tokens, ...]."""
+        """The notes of the tokens of these hypotheses, concatenated: for each field [tokens, ...]."""
         ends = self._ends(leaves)
         stops = ends.lengths.cumsum()
         found = self._notes(ends.nodes, 0, stops - ends.lengths, int(ends.lengths.sum()))
-        for field, of_last in zip(found, self._finished.notes, strict=False):  # where none has finished there are none
+        for field, of_last in zip(found, self._finished.notes, strict=False):  # no fields if none has finished
             field[stops[ends.is_finished] - 1] = of_last[ends.at]
         return found
 
     def tokens_between(self, start: int, node: Node) -> list[int]:
-        """The tokens that lead to a node without the first `start` of them."""
+        """The tokens up to a node, without the first `start`."""
         return self._tokens(np.array([node]), start)[0].tolist()
 
     def notes_between(self, start: int, node: Node) -> Notes:
-        """What these tokens carry."""
+        """The notes of the tokens up to a node, without the first `start`."""
         return self._notes(np.array([node]), start, np.zeros(1, np.int64), node.length - start)
 
     def ancestors(self, start: int = 0) -> np.ndarray:
-        """[b, length - start] int32: through which rows each row's history went after its first `start` tokens.
+        """[b, length - start] int32: the rows through which each row's history went after its first `start` tokens.
 
-        Where two rows have the same in a column, their histories are the same up to that token.
+        If two rows are equal in a column, their histories are equal up to that token.
         """
         return self._ancestors(self._nodes(np.arange(self.width)), start)
 
     def deepest_common(self, start: int, rows: np.ndarray, finished: int | None = None) -> Node | None:
-        """The deepest node that these rows, and the last token of a finished hypothesis, descend from or are.
+        """The deepest common ancestor of these rows and of a finished hypothesis's last token; a node may be its own.
 
-        Where no more is common than before, this costs a gather, however long ago that was.
+        If no more is common than before, this costs one gather, however many tokens follow `start`.
 
         Args:
             start: Tokens that are known to be common.
-            rows: [n], one at least.
-            finished: Its number.
+            rows: [n], at least one.
+            finished: The number of the hypothesis, if any.
 
         Returns:
-            A node of more than `start` tokens; None if there is none.
+            A node with more than `start` tokens; None if there is none.
         """
         if self.length <= start or ((origins := self._origins_of_rows(start)[rows]) != origins[0]).any():
             return None
@@ -206,7 +205,7 @@ class HypothesisTrie:
         return Node(start + num_common, int(ancestors[0, num_common - 1]))
 
     def _origins_of_rows(self, start: int) -> np.ndarray:
-        """[b] of each row its ancestor of `start + 1` tokens: by what was looked up last, if that was for as many."""
+        """[b] the ancestor of each row with `start + 1` tokens, from the last result if that had the same `start`."""
         start_before, known_length, known = self._origins
         is_known, rows = start_before == start, np.arange(self.width)
         for length in range(self.length, known_length if is_known else start + 1, -1):
@@ -215,7 +214,7 @@ class HypothesisTrie:
         return self._origins.rows
 
     def _origin_of_node(self, node: Node, start: int) -> int:
-        """The same of one node; `NO_ROW` if it is shorter."""
+        """The ancestor of one node with `start + 1` tokens; `NO_ROW` if the node is shorter."""
         if self._origin_of[:2] != (node, start):
             rows = self._ancestors(np.array([node]), start)[0]
             self._origin_of = node, start, int(rows[0]) if len(rows) else NO_ROW
@@ -226,7 +225,7 @@ class HypothesisTrie:
         return np.column_stack([np.full(len(rows), self.length), rows])
 
     def _ends(self, leaves: ArrayLike) -> TrieLeafEnds:
-        """Where each of these hypotheses ends.
+        """The ends of these hypotheses.
 
         Raises:
             LookupError: one was dropped, or never finished.
@@ -242,13 +241,13 @@ class HypothesisTrie:
         return self._walk_back(nodes, start)
 
     def _tokens(self, nodes: np.ndarray, start: int = 0) -> np.ndarray:
-        """[n, longest - start] int32 tokens, from the first one after `start` to each node; anything beyond."""
+        """[n, longest - start] int32 tokens, from the first one after `start` to each node; undefined beyond."""
         return self._walk_back(nodes, start, reads_tokens=True)
 
     def _walk_back(self, nodes: np.ndarray, start: int, reads_tokens: bool = False) -> np.ndarray:
-        """[n, longest - start] int32: from each node on back the rows that lead to it, or their tokens."""
+        """[n, longest - start] int32: the rows on the way to each node, or their tokens."""
         lengths, rows = nodes.T
-        order = np.argsort(-lengths, kind="stable")  # the longest first, so that those of a length are the first ones
+        order = np.argsort(-lengths, kind="stable")  # longest first, so that those of at least some length lead
         longest, rows = max(int(lengths.max(initial=0)), start), rows[order]
         counts = np.searchsorted(-lengths[order], -np.arange(longest + 1), side="right").tolist()
         found = np.full((longest - start, len(nodes)), NO_ROW, np.int32)
@@ -261,13 +260,13 @@ class HypothesisTrie:
         return in_order
 
     def _notes(self, nodes: np.ndarray, start: int, places: np.ndarray, count: int) -> Notes:
-        """Of each field [count, ...]: what tokens carry that lead to nodes; anything in other places.
+        """For each field [count, ...]: the notes of the tokens on the way to nodes; undefined in other places.
 
         Args:
             nodes: [n, 2].
-            start: Tokens of each that are left out, the first ones.
-            places: [n] where the first one that is not goes to; the next ones follow it.
-            count: Places.
+            start: The number of first tokens of each that are left out.
+            places: [n] the place of the first token of each; the others follow it.
+            count: Number of places.
         """
         like = self._steps[0].notes if self._steps else self._finished.notes
         found = tuple(np.empty((count, *field.shape[1:]), field.dtype) for field in like)
@@ -279,8 +278,8 @@ class HypothesisTrie:
         return found
 
     def _prune(self) -> None:
-        """Leave out nodes from which nothing descends that lives, or has finished. The others get other rows."""
-        lengths, rows = self._finished.parents.T  # views: rows get their new numbers there
+        """Remove nodes without running or finished descendants. The others are renumbered within their steps."""
+        lengths, rows = self._finished.parents.T  # views: rows are renumbered in place
         leads_on = np.ones(self.width, np.bool_)
         for length in range(self.length, 0, -1):
             ends_here = lengths == length
@@ -297,7 +296,7 @@ class HypothesisTrie:
         self._origins, self._origin_of = NO_ORIGINS, (ROOT, -1, NO_ROW)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless all that a row or a finished hypothesis goes through is there."""
+        """Raise AssertionError unless all ancestors of rows and finished hypotheses exist."""
         width = 1
         for length, step in enumerate(self._steps, 1):
             sizes = {len(field) for field in (*step[:3], *step.notes)}

@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-Notes = tuple[np.ndarray, ...]  # what tokens carry: of each field [tokens, ...]
+Notes = tuple[np.ndarray, ...]  # data per token: for each field [tokens, ...]
 
 
 class TrieLeaves(NamedTuple):
-    """Hypotheses that a last token ended, in the order in which they finished."""
+    """Finished hypotheses, in the order in which they finished."""
 
     numbers: np.ndarray  # [k] int64, ascending
     parents: np.ndarray  # [k, 2] int64, length and row of the node before the last token
-    tokens: np.ndarray  # [k] int32, the last ones
+    tokens: np.ndarray  # [k] int32, the last tokens
     scores: np.ndarray  # [k] float32, cumulative log-probabilities
     notes: Notes  # [k, ...], of the last tokens
 
     def at(self, numbers: np.ndarray) -> np.ndarray:
-        """[n] int64: where the hypotheses of these numbers are.
+        """[n] int64, the places of the hypotheses with these numbers.
 
         Raises:
-            LookupError: one is not there.
+            LookupError: there is none with such a number.
         """
         places = np.searchsorted(self.numbers, numbers)
         if (self.numbers[places] != numbers).any():
@@ -30,7 +30,7 @@ class TrieLeaves(NamedTuple):
         return places
 
     def joined(self, later: TrieLeaves) -> TrieLeaves:
-        """These and later ones."""
+        """These hypotheses and later ones."""
         if not len(self.numbers):
             return later
         return TrieLeaves(
@@ -42,7 +42,7 @@ class TrieLeaves(NamedTuple):
         )
 
     def without(self, numbers: np.ndarray) -> TrieLeaves:
-        """The others, in arrays of their own: a view would hold what is reported of all."""
+        """All hypotheses but these, copied: views would keep the notes of all alive."""
         stays = np.ones(len(self.numbers), np.bool_)
         stays[self.at(numbers)] = False
         notes = tuple(field[stays] for field in self.notes)
@@ -50,15 +50,15 @@ class TrieLeaves(NamedTuple):
 
 
 class TrieLeafEnds(NamedTuple):
-    """Where hypotheses end, finished or not."""
+    """The ends of hypotheses, finished or running."""
 
-    nodes: np.ndarray  # [n, 2] int64, length and row: of the newest token, or of the one before the last
+    nodes: np.ndarray  # [n, 2] int64, length and row: of the newest token, or if finished of the one before the last
     is_finished: np.ndarray  # [n] bool
-    at: np.ndarray  # [finished] int64, where those that are finished are in their table
+    at: np.ndarray  # [finished] int64, the places of finished ones in `TrieLeaves`
 
     @property
     def lengths(self) -> np.ndarray:
-        """[n] int64: tokens of each."""
+        """[n] int64, the tokens of each."""
         return self.nodes[:, 0] + self.is_finished
 
 

@@ -1,4 +1,4 @@
-"""A hypothesis trie that remembers the whole search: what a request with `trace=True` gets back."""
+"""A hypothesis trie that keeps the whole search, for requests with `trace=True`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from numpy.typing import ArrayLike
 from vllm_trie.trie.hypotheses import HypothesisTrie
 from vllm_trie.trie.leaves import TrieLeaves
 
-DIGITS = 5  # of scores, behind the point
+DIGITS = 5  # decimals of scores
 NO_DRAFT = -1
 
 
 class DraftedForest(NamedTuple):
-    """The drafts of one forward, and which of them became beams."""
+    """The drafts of one forward pass, and which of them became beams."""
 
-    parents: list[int]  # by draft: the draft before it, or -1 - row of the beam that it continues
-    tokens: list[int]  # by draft
-    accepted: list[list[int]]  # by step, those of the forward but the last; by row: its draft, or -1
+    parents: list[int]  # of each draft: the draft, or -1 - row of the beam, that it continues
+    tokens: list[int]  # of each draft
+    accepted: list[list[int]]  # for each step of the forward pass but the last, by row: its draft, or -1
 
 
 class TracedTrie(HypothesisTrie):
-    """See `HypothesisTrie`. A step is one `advance`, or in the end a `finish` alone. Nothing is ever left out."""
+    """A `HypothesisTrie` that removes nothing. A step is one `advance`, or at the end only a `finish`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class TracedTrie(HypothesisTrie):
         self._blocks: dict[int, tuple[int, int]] = {}  # by step
 
     def drop(self, leaves: ArrayLike) -> None:
-        """What is outdone is a part of the search."""
+        """Keep hypotheses that were beaten: they are part of the search."""
 
     def _prune(self) -> None:
-        """So is what leads nowhere."""
+        """Keep nodes without descendants, too."""
 
     def end(self, row: int) -> int:
-        """The search goes on no more: a beam is a hypothesis that ended in the newest step. Returns its number."""
+        """After the search, record a beam as a hypothesis that ended in the newest step. Returns its number."""
         step = self._steps[-1].some(np.array([row]))
         numbers, parents = np.array([self._num_finished]), np.array([[self.length - 1, *step.parents]])
         self._finished = self._finished.joined(TrieLeaves(numbers, parents, step.tokens, step.scores, step.notes))
@@ -48,12 +48,12 @@ class TracedTrie(HypothesisTrie):
         return int(numbers[0])
 
     def add_forest(self, forest: DraftedForest) -> None:
-        """The next steps are those of one forward, which verified this forest."""
+        """Record the forest of a forward pass, whose steps come next."""
         self._forests.append({"step": self.length, "parents": forest.parents, "tokens": forest.tokens})
         self._accepted.update(enumerate(forest.accepted, start=self.length))
 
     def add_blocks(self, num_held: int, num_shared: int) -> None:
-        """After the newest step all beams together hold so many KV blocks, and share so many, the first ones."""
+        """Record how many KV blocks all beams hold after the newest step, and how many leading ones all share."""
         self._blocks[self.length - 1] = num_held, num_shared
 
     def as_dict(self, returned: Sequence[int]) -> dict[str, Any]:
@@ -81,5 +81,5 @@ class TracedTrie(HypothesisTrie):
 
 
 def _rounded_trie_scores(scores: Sequence[float]) -> list[float | None]:
-    """As JSON has them; None where there is no beam."""
+    """Scores rounded for JSON; None if there is no beam."""
     return [round(score, DIGITS) if math.isfinite(score) else None for score in scores]

@@ -209,7 +209,7 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert [*tries] == [told["digest"]]
     (tmp_path / "astray.catalog").write_bytes(leading_astray())
     for name, file, why in (
-        ("items", "astray.catalog", "astray.catalog is no trie: not every node is a child; build it again"),
+        ("items", "astray.catalog", "astray.catalog is not a trie: not every node is a child; build it again"),
         ("other", "newer.catalog", "catalog='other' is unknown; known: items"),
         ("items", "../newer.catalog", "is not in trie_beam.catalog_folder"),
         ("items", "nothing.catalog", "cannot be read"),
@@ -230,7 +230,7 @@ def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model
     engine.runner.catalogs.load(str(tmp_path / "newer.catalog"))  # as if one worker had it, and others not
     core = engine.llm.llm_engine.engine_core.engine_core
     file = str(tmp_path / "newer.catalog")
-    with pytest.raises(RuntimeError, match="is not the same to all who load it"):
+    with pytest.raises(RuntimeError, match="is not the same file for all processes"):
         core.collective_rpc("load_catalog", args=("items", file, "another one"))
     broken = mock.patch.object(core.model_executor, "collective_rpc", side_effect=OSError("no such file"))
     with broken, pytest.raises(OSError, match="no such file"):
@@ -335,8 +335,8 @@ def test_a_set_larger_than_all_room_is_refused(engines: Engines, model: Path, mo
     start_with(engine, monkeypatch, request_tables_bytes=SIZE - 1)
     with pytest.raises(
         BeamRequestError,
-        match=f"^allowed_sequences need up to {SIZE:,} bytes of each device, and trie_beam.request_tables_bytes="
-        f"{SIZE - 1:,} has no room for them; leave some out, or start the engine with more$",
+        match=f"^allowed_sequences may need {SIZE:,} bytes of each device, more than trie_beam.request_tables_bytes="
+        f"{SIZE - 1:,}; leave some out, or raise request_tables_bytes$",
     ):
         engine.generate([prompt_of(20)], params)
 
@@ -355,16 +355,16 @@ WRONG = {
     "unknown": ({"catalog": "books"}, "catalog='books' is unknown; known: items"),
     "both": (
         {"catalog": "items", "allowed_sequences": [[1]]},
-        "is not supported together with catalog='items', which names others",
+        "is not supported together with catalog='items', which already names the items",
     ),
     "drawn": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
     "semantics": ({"catalog": "items", "semantics": "vllm"}, 'together with semantics="vllm"'),
-    "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 has no room for catalog='items'"),
-    "strings": ({"allowed_sequences": ["a"]}, "allowed_sequences of strings need a tokenizer"),
+    "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 is too few for catalog='items'"),
+    "strings": ({"allowed_sequences": ["a"]}, "allowed_sequences of strings needs a tokenizer"),
     "vocabulary": ({"allowed_sequences": [[100_000]]}, "has token 100000; tokens are 0 to 299"),
     "empty": ({"allowed_sequences": [[5], []]}, "allowed_sequences: "),
-    "ambiguous": ({"allowed_sequences": [[5], [5, 6]], "catalog_items": 2}, "an item begins another one"),
-    "after": ({"catalog": "items", "catalog_after": 100_000}, "catalog_after=100000 is no token"),
+    "ambiguous": ({"allowed_sequences": [[5], [5, 6]], "catalog_items": 2}, "one item is a prefix of another"),
+    "after": ({"catalog": "items", "catalog_after": 100_000}, "catalog_after=100000 is not a token id"),
     "after a stop": (
         {"catalog": "items", "catalog_after": 7, "stop_token_ids": [9, 7]},
         "catalog_after=7 is a stop token, .* leave it out of stop_token_ids",
@@ -404,7 +404,7 @@ def test_an_engine_refuses_a_catalog_that_is_none_or_for_another_vocabulary(mode
     (tmp_path / "text.catalog").write_text("not a catalog")
     Catalog.from_sequences([(5, 100_000)]).save(tmp_path / "other.catalog")
     (tmp_path / "astray.catalog").write_bytes(leading_astray())
-    astray = "astray.catalog is no trie: not every node is a child; build it again"
+    astray = "astray.catalog is not a trie: not every node is a child; build it again"
     reasons = {"text": "text.catalog", "other": "another vocabulary", "missing": "cannot be read", "astray": astray}
     for name, why in reasons.items():
         config = {"catalogs": {"items": str(tmp_path / f"{name}.catalog")}}

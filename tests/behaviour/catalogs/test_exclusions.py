@@ -222,21 +222,21 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     assert found["both"] == {*left_of(FLAT, [*new, *old[:9]])}
     (tmp_path / "wrong.txt").write_text("12\nx\n")
     for name, file, why in (
-        ("blocked", "wrong.txt", "wrong.txt is no list of items"),
+        ("blocked", "wrong.txt", "wrong.txt is not a list of items"),
         ("other", "newer.txt", "exclude_list='other' is unknown; known: blocked"),
         ("blocked", "../newer.txt", "is not in trie_beam.catalog_folder"),
     ):
         with pytest.raises(ValueError, match=why):
             load_item_list(engine.llm, name, file)
     other = str(tmp_path / "blocked.txt")  # as one of several engines may find it
-    with pytest.raises(RuntimeError, match="is not the same to all who load it; write a new file"):
+    with pytest.raises(RuntimeError, match="is not the same file for all processes; write a new file"):
         core.engine_core.engine_core.collective_rpc("load_item_list", args=("blocked", other, "another one"))
     assert engine.scheduler.catalogs.lists["blocked"].tolist() == sorted(new)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is no item of this catalog; leave it out$"),
-    "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is no item"),
+    "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is not an item of this catalog; leave it out$"),
+    "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is not an item"),
     "a text": ({"exclude_items": "seen"}, "exclude_items='seen' is not a list of at most 100,000 item ids"),
     "fractions": ({"exclude_items": [1.5]}, r"exclude_items=\[1.5\] is not a list of at most 100,000 item ids"),
     "truth": ({"exclude_items": [True]}, "is not a list of at most 100,000 item ids; pass integers"),
@@ -244,7 +244,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"exclude_items": [*range(100_001)]}, "has 100,001 entries, and may have 100,000; shorten it"),
     "too large": ({"exclude_items": [1 << 70]}, "is not a list of at most 100,000 item ids"),
     "no list": ({"exclude_list": "blocked"}, "exclude_list='blocked' is unknown; this engine has none; start it with"),
-    "no catalog": ({"catalog": None, "exclude_items": [1]}, "needs a catalog, whose items it names"),
+    "no catalog": ({"catalog": None, "exclude_items": [1]}, "needs a catalog of items"),
     "a set": ({"catalog": None, "allowed_sequences": [[5]], "exclude_items": [0]}, "needs a catalog"),
 }
 
@@ -290,11 +290,11 @@ def test_a_version_that_is_too_large_for_a_search_refuses_that_one_alone(
 ) -> None:
     engine, prompt = with_items(engines, model, tmp_path, NESTED), prompt_of(20)
     params = beam_params(2, catalog="items", exclude_items=[1], max_tokens=6)
-    monkeypatch.setattr(engine_catalogs, "why_nothing_is_excluded", lambda *_: "catalog_items=1 are too many")
+    monkeypatch.setattr(engine_catalogs, "why_nothing_is_excluded", lambda *_: "catalog_items=1 is too many")
     refused, (other,) = engine.generate([prompt], params)[0], engine.generate([prompt], beam_params(2, max_tokens=6))
     assert refused.outputs[0].finish_reason == "error"
     assert str(refused.outputs[0].stop_reason) == (
-        "beam_width=2 goes along a version of its catalog for which catalog_items=1 are too many"
+        "beam_width=2 cannot use this version of its catalog: catalog_items=1 is too many"
     )
     assert other.outputs[0].finish_reason != "error"
     monkeypatch.undo()
@@ -310,7 +310,7 @@ def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(
     monkeypatch.setattr(engine.scheduler.catalogs, "_room", 100)
     (output,) = engine.generate([prompt], params)
     assert output.outputs[0].finish_reason == "error"
-    assert "excludes or brings more than request_tables_bytes=100 of each device have room for" in str(
+    assert "has more excluded items or tables than fit in request_tables_bytes=100 of each device" in str(
         output.outputs[0].stop_reason
     )
     monkeypatch.undo()

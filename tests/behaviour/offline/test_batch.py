@@ -123,7 +123,7 @@ def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engine
     os.killpg(job.pid, signal.SIGINT)
     _, said = job.communicate(timeout=SECONDS)
     assert job.returncode == INTERRUPTED, said[-3000:]
-    assert said.strip().endswith(f"interrupted; the same command goes on from what is in {output}")
+    assert said.strip().endswith(f"interrupted; run the same command again to continue {output}")
     wait_until_nothing_lives(mark)
     before = output.read_text()
     assert 2 <= before.count("\n") < len(texts)

@@ -233,7 +233,7 @@ def test_a_bad_prompt_is_refused_before_any_other_is_searched(trained: Engine) -
     with pytest.raises(Exception, match="512"):
         trained.llm.beam_search(prompts, BeamSearchParams(2, max_tokens=4), concurrency_limit=1)
     trained.check_nothing_is_left()
-    with pytest.raises(ValueError, match="concurrency_limit=0 lets nothing run"):
+    with pytest.raises(ValueError, match="concurrency_limit=0 allows no request"):
         trained.llm.beam_search(prompts[:1], BeamSearchParams(2, max_tokens=4), concurrency_limit=0)
     with pytest.raises(Exception, match="at least one prompt"):
         trained.llm.beam_search([], BeamSearchParams(2, max_tokens=4))

@@ -39,23 +39,23 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
         (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise"),
         (extra(beam_width=2, sample_first=5), "sample_first=5 exceeds max_tokens=4; lower it"),
         (extra(beam_width=2, prune_absolute=float("inf")), "prune_absolute=inf is not a difference"),
-        (extra(trie_beam_fork={"x": 1}), "trie_beam_fork is a mark of the front end's own; leave it out"),
+        (extra(trie_beam_fork={"x": 1}), "trie_beam_fork is reserved for the front end; leave it out"),
         (extra(beam_widht=4), "did you mean beam_width"),
         (extra(num_beams=4), "unknown option num_beams=4; did you mean beam_width"),
-        (extra(beam_width=2, best_of=4), "unknown option best_of=4; the width is how many beams are searched"),
-        (extra(beam_width=2, stop="x"), "stop='x' does nothing in vllm_xargs .*; it is a field of the request"),
+        (extra(beam_width=2, best_of=4), "unknown option best_of=4; beam_width is the number of beams"),
+        (extra(beam_width=2, stop="x"), "stop='x' has no effect in vllm_xargs .*; it is a field of the request"),
         (extra(beam_width=2, somebody_elses=1), "unknown option somebody_elses=1; "),
         (extra(beam_width=2, no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 is not a number of tokens"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
-        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
+        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has no effect in a search that does not sample"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number above -6 and below 6"),
         (
             extra_with(beam_width=2, allowed_token_ids=[*range(1025)]),
-            "1025 allowed_token_ids are more than the 1024 that Model Runner V2 takes; leave some out",
+            "1025 allowed_token_ids are more than the 1024 that Model Runner V2 supports; leave some out",
         ),
         (
             SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
-            "1025 logit_bias are more than the 1024 that Model Runner V2 takes; leave some out",
+            "1025 logit_bias are more than the 1024 that Model Runner V2 supports; leave some out",
         ),
         (
             SamplingParams(thinking_token_budget=3),
@@ -78,7 +78,7 @@ def test_parameters_of_another_call_are_refused_by_its_name(engine: Engine, entr
     asked: Any = [[{"role": "user", "content": PROMPT}]] * 2 if entry == "chat" else [PROMPT] * 2
     options = {"chat_template": CHAT_TEMPLATE} if entry == "chat" else {}
     params = [beam_params(2, max_tokens=4), of_vllm] if is_list else of_vllm
-    right = r"for LLM.beam_search alone; call that, or pass vllm_trie.beam_params\(3, n=3, max_tokens=5\) here"
+    right = r"only for LLM.beam_search; call that, or pass vllm_trie.beam_params\(3, n=3, max_tokens=5\) here"
     with pytest.raises(ValueError, match=right):
         getattr(engine.llm, entry)(asked, params, use_tqdm=False, **options)
     engine.check_nothing_is_left()
@@ -166,6 +166,6 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
     asked = {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",)
-    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
+    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send only text"):
         process_request_inputs.function(with_an_image, processor, "0", *asked)
     engine.check_nothing_is_left()

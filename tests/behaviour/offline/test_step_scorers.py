@@ -49,5 +49,5 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
 
 def test_a_model_that_does_not_pool_is_no_scorer(engines: Engines) -> None:
     llm = engines(TRAINED_TARGET, max_num_seqs=16).llm
-    with pytest.raises(ValueError, match="is an LLM for 'generate'; pass one of a classifier or reward model"):
+    with pytest.raises(ValueError, match="is an LLM for 'generate'; pass one with a classifier or reward model"):
         step_scorer_of(llm, {}, is_offline=True)

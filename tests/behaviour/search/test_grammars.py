@@ -125,7 +125,7 @@ def test_rows_that_share_a_matcher_are_found_out(engine: Engine, monkeypatch: py
     monkeypatch.setattr(grammar, "_fork_group_grammar", lambda matcher: matcher)
     (output,) = engine.generate(trained_prompts([20]), params)
     assert {o.finish_reason for o in output.outputs} == {"error"}
-    assert all("the grammar of structured_outputs does not take token" in o.stop_reason for o in output.outputs)
+    assert all("the grammar of structured_outputs refuses token" in o.stop_reason for o in output.outputs)
 
 
 def test_a_grammar_that_does_not_compile_ends_its_group_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_a_search_behind_the_uuid_of_another_image_ends_with_the_reason(
         reasons = {(hypothesis.finish_reason, hypothesis.stop_reason) for hypothesis in failed.outputs}
         assert len(failed.outputs) == n
         ((finish_reason, why),) = reasons
-        assert (finish_reason, why[:59]) == ("error", "beam_width: one of multi_modal_uuids is that of other data,")
+        assert (finish_reason, why[:63]) == ("error", "beam_width: one of multi_modal_uuids already belongs to other d")
         assert [o.token_ids for o in found.outputs] == [o.token_ids for o in expected.outputs]
         engine.check_nothing_is_left()
 

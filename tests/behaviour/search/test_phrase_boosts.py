@@ -203,12 +203,12 @@ def test_filters_see_the_model_alone(engines: Engines, random_model: Callable[[s
     ("phrases", "reason"),
     [
         ([([1, 7], 1.0)], r"phrase_boosts: \[1, 7\] goes on after a stop token, which ends hypotheses; end it there"),
-        ([([7, 10**6], 1.0)], r"phrase_boosts: \[7, 1000000\] is no phrase of tokens; the vocabulary has \d+"),
-        ([([-7], 1.0)], r"phrase_boosts: \[-7\] is no phrase of tokens"),
-        ([("  ", 1.0)], "phrase_boosts: '  ' is space alone, of which no word begins; pass its token ids"),
+        ([([7, 10**6], 1.0)], r"phrase_boosts: \[7, 1000000\] is not a list of token ids; the vocabulary has \d+"),
+        ([([-7], 1.0)], r"phrase_boosts: \[-7\] is not a list of token ids"),
+        ([("  ", 1.0)], "phrase_boosts: '  ' is only spaces, with which no word begins; pass its token ids"),
         ([("a\ud800", 1.0)], "phrase_boosts=.* is not a list of 1 to 1,000 pairs of a phrase"),
         ([([7] * 257, 1.0)], "phrase_boosts: a phrase has 257 tokens, and may have 256; shorten it"),
-        ([([7] * 251, 1.0)] * 40, "phrase_boosts have 10040 tokens, and a request may bring 10000; leave some out"),
+        ([([7] * 251, 1.0)] * 40, "phrase_boosts has 10040 tokens, and a request may have 10000; leave some out"),
         ([("self", 1e9)], "phrase_boosts=.* a weight from -100 to 100"),
     ],
 )

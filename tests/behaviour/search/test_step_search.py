@@ -224,7 +224,7 @@ def test_a_scorer_sees_the_prompt_all_steps_and_what_it_said_before(engine: Engi
         (lambda candidates: [0.0], "the scorer returned 1 numbers for"),
         (lambda candidates: [float("nan")] * len(candidates), "the scorer returned nan for candidate 0 of"),
         (lambda candidates: [0.0, -math.inf] * (len(candidates) // 2), "the scorer returned -inf for candidate 1 of"),
-        (lambda candidates: [10**400] * len(candidates), "the scorer returned what are no numbers: int too large"),
+        (lambda candidates: [10**400] * len(candidates), "the scorer returned what is not a number: int too large"),
         (lambda candidates: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
@@ -316,7 +316,7 @@ def test_an_interrupted_metric_ends_searches_whose_candidates_came_in_the_same_s
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"scorer": "prm"}, "scorer='prm' is no scorer of this engine, which knows: none; start it with"),
+        ({"scorer": "prm"}, "scorer='prm' is not a scorer of this engine, which has: none; start it with"),
         ({"scorer": 3}, "scorer=3 is not a scorer; pass a callable"),
         ({"n": 3}, "n=3 exceeds beam_width=2"),
         ({"beam_width": 17}, "beam_width=17 exceeds max_num_seqs=16; lower it, or raise"),

@@ -223,7 +223,7 @@ def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lin
     )
     mean_width = metrics["beams"] / metrics["steps"]
     assert (
-        f"steps: {metrics['steps']}, per target forward: {per_forward:.2f}, drafted: {metrics['drafted']}, "
+        f"steps: {metrics['steps']}, per forward pass: {per_forward:.2f}, drafted: {metrics['drafted']}, "
         f"accepted: {metrics['accepted']}, mean width: {mean_width:.2f}, KV blocks shared: "
     ) in lines[0]
     speculating.generate([PROMPT], beam_params(4, max_tokens=6, speculation="off"))

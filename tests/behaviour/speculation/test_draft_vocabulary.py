@@ -97,7 +97,7 @@ def test_beams_that_are_drawn_hold_other_tokens_too_and_follow_their_seed(engine
 
 
 def test_a_draft_that_is_silent_on_some_tokens_is_not_contrasted(engine: Engine) -> None:
-    why = "this engine has .*draft.*, which proposes a part of the tokens alone; start it"
+    why = "this engine has .*draft.*, which proposes only a part of the tokens; start it"
     with pytest.raises(ValueError, match=r"contrast=\{\} needs a draft model, and " + why):
         engine.generate([prompt_of(9)], beam_params(3, contrast={}, max_tokens=9))
 

@@ -137,10 +137,13 @@ def test_groups_of_every_kind_run_side_by_side(engine: Engine, prompts: list[lis
         ({"do_sample": 2}, "do_sample=2 is neither true nor false"),
         ({"draft_widht": 8}, "unknown option draft_widht=8; did you mean draft_width?"),
         ({"draft_width": 10**9}, "draft_width=1000000000 exceeds the vocabulary of 2048 tokens; lower it"),
-        ({"threshold": 0.5}, "threshold=0.5 means nothing where beams are not drawn"),
+        ({"threshold": 0.5}, "threshold=0.5 has no effect unless beams are sampled"),
         ({"speculation": "sample", "min_width": 2}, "min_width=2 needs a threshold, such as 0.7"),
-        ({"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
-        ({"do_sample": 1, "speculation": "off", "memory_mode": 1}, "memory_mode=True has no drafts to act on"),
+        ({"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
+        (
+            {"do_sample": 1, "speculation": "off", "memory_mode": 1},
+            "memory_mode=True has no effect, as this search does not",
+        ),
         ({"do_sample": 1, "sample_first": 2}, "sample_first=2 is not supported together with do_sample"),
         ({"contrast": '{"alpha": 2}'}, "contrast={'alpha': 2} is not "),
         ({"contrast": {}, "speculation": "exact"}, 'contrast is not supported together with speculation="exact"'),
@@ -169,7 +172,7 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
         engine.check_nothing_is_left()
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):  # vLLM's own word
         engine.generate(prompts[:1], SamplingParams(max_tokens=4, logit_bias={5: 1.0}))
-    with pytest.raises(ValueError, match="seed=7 has nothing to decide in a beam search"):
+    with pytest.raises(ValueError, match="seed=7 has no effect in a search that does not sample"):
         engine.generate(prompts[:1], altered(beam_params(WIDTH, max_tokens=4), seed=7))
     assert tokens(search(engine, prompts[:1], **DRAWN)) == expected
 

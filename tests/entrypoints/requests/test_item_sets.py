@@ -47,22 +47,22 @@ def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
 
 def test_a_set_of_too_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
-    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences has more than 8 tokens; build a"):
         RequestItemSets(LONGEST).read([[7, 8, 9]] * 3, 200, None)
-    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences has more than 8 tokens; build a"):
         RequestItemSets(LONGEST).read(["abc"] * 3, 200, _Letters())
 
 
 def test_too_many_characters_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = _Letters()
     monkeypatch.setattr(item_sets, "MOST_SEQUENCE_CHARACTERS", 8)
-    with pytest.raises(ValueError, match="allowed_sequences have 9 characters, and a request may bring 8; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences has 9 characters, and a request may have 8; build a"):
         RequestItemSets(LONGEST).read(["abc"] * 3, 200, letters)
     assert letters.num_texts == 0
 
 
 def test_an_item_that_no_sequence_of_the_engine_can_hold_is_refused() -> None:
-    refusal = "allowed_sequences have an item of 4 tokens, and with max_model_len=3 none is that long; leave it out"
+    refusal = "allowed_sequences has an item of 4 tokens, which exceeds max_model_len=3; leave it out"
     letters = _Letters()
     for items in ([[1], [1, 2, 3, 4]], ["a", "abcd"], SequencesText('["abcd"]')):
         with pytest.raises(ValueError, match=refusal):
@@ -72,7 +72,7 @@ def test_an_item_that_no_sequence_of_the_engine_can_hold_is_refused() -> None:
 
 def test_a_string_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
     letters = _Letters()
-    with pytest.raises(ValueError, match="have a string of 100,001 characters, and it may have 100,000; leave it out"):
+    with pytest.raises(ValueError, match="has a string of 100,001 characters, and may have 100,000; leave it out"):
         RequestItemSets(LONGEST).read(["a", "x" * (MOST_STRING + 1)], 200, letters)
     assert letters.num_texts == 0
 
@@ -118,16 +118,16 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_a_text_is_read_no_further_than_there_may_be_entries_and_tokens() -> None:
-    with pytest.raises(ValueError, match="allowed_sequences have more than 100,000 entries; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences has more than 100,000 entries; build a"):
         request_sequences_of("[" + "[]," * MOST_SEQUENCES + "and so on")
-    with pytest.raises(ValueError, match="allowed_sequences have more than 2,000,000 tokens; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences has more than 2,000,000 tokens; build a"):
         request_sequences_of("[[" + "1," * (MOST_SEQUENCE_TOKENS + sequence_texts.PIECE) + "and so on]]")
 
 
 def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
     letters = _Letters()
-    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens"):
+    with pytest.raises(ValueError, match="allowed_sequences has more than 8 tokens"):
         RequestItemSets(LONGEST).read(["ab"] * 10_000, 200, letters)
     assert letters.num_texts == item_sets.MOST_TOKENISED
 

@@ -57,7 +57,7 @@ def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
 @pytest.mark.parametrize("name", _SENT)
 @pytest.mark.parametrize("forged", ["true", "1", '"x"', "{}", '["beam_width", "beam_width"]'])
 def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is a mark of the front end's own; leave it out"):
+    with pytest.raises(ValueError, match=f"{name} is reserved for the front end; leave it out"):
         refuse_request_marks({name: json.loads(forged)})
 
 
@@ -93,7 +93,7 @@ def test_what_vllm_refuses_of_a_beam_request_is_short_and_else_as_vllm_says_it(
 def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setattr(requests, "has_beams", lambda _: True)
     texts: dict[str, Any] = {field: ["a", "b\ud800"]}
-    refusal = rf"{field} has half a character, '\\ud800'; mend or remove it"
+    refusal = rf"{field} has half of a surrogate pair, '\\ud800'; fix or remove it"
     with pytest.raises(ValueError, match=refusal):
         requests.search_of_request(SamplingParams(**texts, extra_args={"beam_width": 2}), None)
     by_steps = SamplingParams(**texts, extra_args={"beam_width": 2, "unit": "step", "step_stop": ["."], "scorer": "a"})

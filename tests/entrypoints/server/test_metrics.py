@@ -11,7 +11,7 @@ def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
     blocks = {"kv_blocks_peak": 9, "kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3}
     stats = GroupStats(**vars(counts), **blocks, groups_running=1, rows_running=4, preemptions=1)
     assert describe_server_metrics(stats) == (
-        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per target forward: 2.67, drafted: 50, "
+        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per forward pass: 2.67, drafted: 50, "
         "accepted: 20, mean width: 3.50, preemptions: 1, KV blocks shared: 1, copied: 2, reclaimed: 3, peak: 9"
     )
     stats.drafted = 0

@@ -110,7 +110,7 @@ def test_prompt_logprobs_that_a_client_sends_are_kept_to_be_refused() -> None:
 def test_a_transcription_has_no_place_for_arrays(name: str) -> None:
     wrap_vllm("vllm_trie.entrypoints.server.server")
     asked = TranscriptionRequest.model_construct(vllm_xargs={"beam_width": 2, name: 1}, length_penalty=1.0)
-    with pytest.raises(BeamRequestError, match=f"{name}=1 has no place in the answer at this endpoint"):
+    with pytest.raises(BeamRequestError, match=f"{name}=1 is not supported at this endpoint"):
         asked.to_sampling_params(8, {})
 
 

@@ -1,1 +1,1 @@
-"""Answers on their way out of an engine: one answer of a search becomes outputs of vLLM's."""
+"""Turns the single answer of a search, as the engine sends it, into vLLM's outputs."""

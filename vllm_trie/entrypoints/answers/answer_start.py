@@ -1,7 +1,7 @@
-"""The text of an answer as it goes on behind the last few tokens of its prompt.
+"""Detokenizes answers of searches from the last few tokens of their prompts.
 
-vLLM's detokenizer decodes the whole prompt for each hypothesis. Where a prompt ends within a character, it would begin
-the text with the whole of it, and find stop strings there that a search does not know.
+vLLM's detokenizer would decode the whole prompt for each hypothesis. If a prompt ends within a character, it would
+begin the text with all of that character, and find stop strings there that the search did not see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_trie.search.stop_strings import INCOMPLETE, search_text_after, search_
 def begin_answer_text(
     original: Callable[..., None], self: FastIncrementalDetokenizer, tokenizer: object, request: EngineCoreRequest
 ) -> None:
-    """Answers of searches begin behind their prompts."""
+    """Begin the text of a search's answer after its prompt."""
     original(self, tokenizer, request)
     extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
     if not extra_args.keys() & {TICKET, FORK}:
@@ -32,12 +32,12 @@ def begin_answer_text(
     context, before = search_text_context(request.prompt_token_ids or [], decode)
     if before.endswith(INCOMPLETE):
         self.stream = _AnswerAfterHalfCharacter(context, before, self.skip_special_tokens)
-    elif before:  # else the first token would lose the space that it begins with
+    elif before:  # otherwise the first token would lose its leading space
         self.stream = decoders.DecodeStream(ids=context, skip_special_tokens=self.skip_special_tokens)
 
 
 class _AnswerAfterHalfCharacter:
-    """In place of vLLM's stream: begins with the character that the prompt leaves open, as stop strings are judged.
+    """Replaces vLLM's stream if the prompt ends within a character: the text begins with the rest of that character.
 
     Args:
         context: The last tokens of the prompt.
@@ -46,17 +46,17 @@ class _AnswerAfterHalfCharacter:
 
     def __init__(self, context: list[int], before: str, skip_special_tokens: bool) -> None:
         self._tokens, self._before, self._skips = context, before, skip_special_tokens
-        self._stream: decoders.DecodeStream | None = None  # once the text is one of whole characters
+        self._stream: decoders.DecodeStream | None = None  # once the text has only whole characters
 
     def __copy__(self) -> _AnswerAfterHalfCharacter:
-        """One that goes on by itself."""
+        """A copy that continues independently."""
         other = object.__new__(_AnswerAfterHalfCharacter)
         other._tokens, other._before, other._skips = [*self._tokens], self._before, self._skips
         other._stream = copy(self._stream)
         return other
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """The text of one more token, None as long as a character is open."""
+        """The text of one more token; None while a character is incomplete."""
         if self._stream is not None:
             return self._stream.step(tokenizer, token)
         self._tokens.append(token)

@@ -1,7 +1,7 @@
-"""`beam_results`: the hypotheses of a search in the shape in which SGLang returns those of its own.
+"""`beam_results`: the hypotheses of a search in the format of SGLang's beam search.
 
-SGLang 0.5.23, `beam_search/output.py: build_beam_search_out`: a list in `meta_info`, best first, whose entries have
-`text`, `output_ids`, and in a `meta_info` of their own `finish_reason` and `sequence_score`.
+SGLang 0.5.23, `beam_search/output.py: build_beam_search_out`: a list in `meta_info`, best first. Each entry has `text`,
+`output_ids`, and its own `meta_info` with `finish_reason` and `sequence_score`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ BEAM_RESULTS = "beam_results"
 
 
 def complete_answer_beam_results(output: RequestOutput, answer: dict[str, Any], _: Any) -> Iterator[None]:
-    """Complete the `beam_results` of an answer: the engine sends scores and stop tokens alone."""
-    found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)  # where bans leave fewer, other outputs are none
+    """Complete the `beam_results` of an answer, of which the engine sends only scores and stop tokens."""
+    found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)  # outputs without a hypothesis come last
     answer[BEAM_RESULTS] = [_answer_beam_result(hypothesis, **sent) for hypothesis, sent in found]
     yield
 
 
 def _answer_beam_result(hypothesis: CompletionOutput, sequence_score: float, matched: int | None) -> dict[str, Any]:
-    """One entry.
+    """One entry of `beam_results`.
 
     Args:
-        matched: The stop token that ended it. A stop string, which vLLM finds, is the output's stop reason.
+        matched: The stop token that ended it. A stop string is the output's stop reason instead.
     """
     if hypothesis.finish_reason == "stop":
         end = {"type": "stop", "matched": matched if hypothesis.stop_reason is None else hypothesis.stop_reason}

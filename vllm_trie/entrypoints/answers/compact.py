@@ -1,4 +1,4 @@
-"""All hypotheses of a search as arrays: what `compact=True` puts into the one output of its request."""
+"""All hypotheses of a search as arrays, read from the only output of a request with `compact=True`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Hypotheses:
     """The hypotheses of one search, best first.
 
     Args:
-        token_ids: [n, L] int32, followed by -1 where a hypothesis is shorter than the longest.
-        lengths: [n] int64, of each in tokens.
+        token_ids: [n, L] int32, padded with -1.
+        lengths: [n] int64, in tokens.
         cumulative_logprobs: [n] float64.
-        scores: [n] float64, what they compete by.
-        finish_reasons: Of each "stop" or, at the greatest length, "length", even if a stop string ends there, too.
-        item_ids: [n] int64, of each its item in the catalog along which it went, if there was one; [n, items] where it
-            has several.
+        scores: [n] float64, by which they compete.
+        finish_reasons: "stop" or, at the greatest length, "length", even if a stop string also ends there.
+        item_ids: [n] int64, the item of each hypothesis if the search used a catalog; [n, items] if each has several.
     """
 
     token_ids: np.ndarray
@@ -48,7 +47,7 @@ def hypotheses(output: RequestOutput) -> Hypotheses:
         output: As `LLM.generate` returns it.
 
     Raises:
-        ValueError: the request was none with `compact=True`, or ended in an error.
+        ValueError: the request did not have `compact=True`, or failed.
     """
     answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
     if "token_ids" not in answer:

@@ -1,4 +1,4 @@
-"""The texts of a search's hypotheses, each as vLLM's detokenizer makes it: what several begin with is decoded once."""
+"""The texts of a search's hypotheses, as from vLLM's detokenizer, with each shared prefix decoded once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class HypothesisTexts:
     """The texts of the hypotheses of one search.
 
     Args:
-        detokenizer: Of an answer to its prompt, before any token; see `can_share_hypothesis_texts`.
-        token_ids: The tokens of all hypotheses, one after the other.
+        detokenizer: Of the request, before any token; see `can_share_hypothesis_texts`.
+        token_ids: The concatenated tokens of all hypotheses.
         lengths: Tokens of each.
     """
 
@@ -35,12 +35,12 @@ class HypothesisTexts:
         self._prefixes: dict[tuple[int, ...], _Decoded] = {}
 
     def text(self, index: int, tokens: list[int], has_stopped: bool) -> str:
-        """That of a hypothesis.
+        """The text of one hypothesis.
 
         Args:
             index: Its place among all.
-            tokens: Its own.
-            has_stopped: So that vLLM may leave out the last one.
+            tokens: Its tokens.
+            has_stopped: Whether a stop token ended it, whose text vLLM may leave out.
         """
         begin, count = self._begin, self._num_shared[index]
         if count:
@@ -59,17 +59,17 @@ class HypothesisTexts:
 
 
 class NoHypothesisTexts:
-    """In place of texts where there is no tokenizer."""
+    """Empty texts, for engines without a tokenizer."""
 
     def text(self, *_: Any) -> str:
         return ""
 
 
 def can_share_hypothesis_texts(detokenizer: IncrementalDetokenizer) -> bool:
-    """Whether a text depends on nothing but its tokens and a stream, which can be copied.
+    """Whether texts depend only on their tokens and on a stream that can be copied.
 
-    It does not where stop strings are looked for, for tokenizers in Python, nor where no space is written between
-    added tokens. Streams of fastokens (`VLLM_USE_FASTOKENS=1`) cannot be copied.
+    They do not with stop strings, tokenizers in Python, or `spaces_between_special_tokens=False`. Streams of fastokens
+    (`VLLM_USE_FASTOKENS=1`) cannot be copied.
     """
     if not isinstance(detokenizer, FastIncrementalDetokenizer):
         return False
@@ -85,16 +85,16 @@ def _can_copy_text_decoders() -> bool:
 
 
 def num_shared_text_tokens(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Of each hypothesis the number of tokens, its last one not among them, that one more begins with.
+    """For each hypothesis, how many of its tokens but the last are a prefix of another one.
 
-    Of two with the same tokens it may be fewer.
+    For two with the same tokens it may be fewer.
     """
     width = max(lengths, default=0)
     if width == 0:
         return len(lengths) * [0]
     tokens = np.full((len(lengths), width), NO_TOKEN, np.int32)
     tokens[np.arange(width) < np.array(lengths)[:, None]] = token_ids
-    order = tokens.view(f"V{tokens.itemsize * width}").ravel().argsort()  # what begins alike comes one after the other
+    order = tokens.view(f"V{tokens.itemsize * width}").ravel().argsort()  # common prefixes become adjacent
     in_order = tokens[order]
     with_next = (in_order[1:] != in_order[:-1]).argmax(axis=1)
     most = np.zeros(len(lengths), np.int64)

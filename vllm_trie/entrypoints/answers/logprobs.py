@@ -1,9 +1,9 @@
-"""Take up the log-probabilities of a whole hypothesis at once.
+"""Lets vLLM's `LogprobsProcessor` take the log-probabilities of a whole hypothesis at once.
 
-vLLM fills `cumulative_logprob` only where it also decodes every token for `logprobs`, which costs a
-tenth of a short search. For requests of a single output that did not ask for log-probabilities the
-engine therefore sends the sum alone: log-probabilities without token ids. `LLM.beam_search` returns so many of them
-that vLLM's loop over each would cost more than the search.
+vLLM fills `cumulative_logprob` only if it also decodes every token for `logprobs`, which costs a tenth of a short
+search. So for requests with one output and without log-probabilities, the engine sends only their sum: a
+log-probability without token ids. `LLM.beam_search` returns so many log-probabilities that vLLM's loop over them would
+cost more than the search.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def update_answer_logprobs(
 ) -> None:
     if logprobs_lists.logprob_token_ids.size == 0:
         total = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
-        self.cumulative_logprob = None if math.isnan(total) else total  # NaN: there is no hypothesis
+        self.cumulative_logprob = None if math.isnan(total) else total  # NaN: no hypothesis
     elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
         _extend_answer_logprobs(self.logprobs, logprobs_lists)
@@ -34,7 +34,7 @@ def update_answer_logprobs(
 
 
 def _extend_answer_logprobs(flat: FlatLogprobs, new: LogprobsLists) -> None:
-    """What `FlatLogprobs.append_fast` does token by token: the token itself first, then the best, by rank."""
+    """`FlatLogprobs.append_fast` for many tokens: at each position the token itself, then the best, by rank."""
     count, per_token = new.logprob_token_ids.shape
     ranks = np.tile(np.arange(per_token), (count, 1))
     ranks[:, 0] = new.sampled_token_ranks

@@ -1,4 +1,4 @@
-"""The engine's outputs that a whole response is made of: a response does not tell how many tokens each choice has."""
+"""Records the engine's outputs behind a server's response, which itself lacks the number of tokens per choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _noted: ContextVar[list[list[RequestOutput]] | None] = ContextVar("noted outputs
 
 @contextmanager
 def noting_answer_outputs() -> Iterator[list[list[RequestOutput]]]:
-    """Note by prompt, in their order, the last output of whatever is generated within; what it says then is kept."""
+    """Record, in this `with` block, the last output of each prompt, in the order of the prompts."""
     outputs: list[list[RequestOutput]] = []
     before = _noted.set(outputs)
     try:
@@ -23,7 +23,7 @@ def noting_answer_outputs() -> Iterator[list[list[RequestOutput]]]:
 
 
 def noted_answer_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a prompt, which are noted if anybody does."""
+    """The outputs of a prompt, recorded if this runs within `noting_answer_outputs`."""
     if (of_all := _noted.get()) is None:
         return outputs
     of_all.append([])

@@ -1,6 +1,6 @@
-"""The n outputs of a search, which is one request with one answer: each is what vLLM's own code makes of a hypothesis.
+"""Splits the single answer of a search into its n outputs, each made by vLLM's own code.
 
-vLLM would make n requests of it. So the front end sends one, and splits its answer as if n had answered.
+vLLM turns a request with `n` outputs into n requests. For a search the front end sends one, and splits its answer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicketMes
 from vllm_trie.options import PLUGIN_NAME
 
 NOTHING = SentHypotheses([], [], [], [])
-MAKING = "trie_beam_making"  # an attribute of outputs of servers: what makes the hypotheses' own
-SECONDS_AT_ONCE = 0.005  # before other requests have their turn
-LOGPROBS_AT_ONCE = 640  # that are taken up before that is looked at: about as long
+MAKING = "trie_beam_making"  # attribute of a server's output: the iterator that makes its hypotheses
+SECONDS_AT_ONCE = 0.005  # of work before other requests get a turn
+LOGPROBS_AT_ONCE = 640  # that are processed between two looks at the clock: they take about as long
 
 Output = TypeVar("Output", bound=RequestOutput | None)
 
@@ -45,7 +45,7 @@ Output = TypeVar("Output", bound=RequestOutput | None)
 def add_answer_state(
     original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
 ) -> None:
-    """Let a search be known as what it is."""
+    """Give a request that is a search an `AnswerState`."""
     is_new = request.request_id not in self.request_states
     original(self, request, *args, **kwargs)
     if is_new and (ticket := GroupTicketMessage.of(request.sampling_params)) is not None:
@@ -54,10 +54,10 @@ def add_answer_state(
 
 
 class AnswerState(RequestState):
-    """What the front end knows of a search. One with a single output may be a stream, and is as any other request.
+    """The front end's state of a search. With a single output, which may be streamed, it acts as vLLM's.
 
     Args:
-        state: What vLLM has made of its request.
+        state: vLLM's state of the request.
         tokenizer: The engine's, if it has one.
         n: Outputs.
     """
@@ -70,7 +70,7 @@ class AnswerState(RequestState):
         self._engine_tokenizer = tokenizer
         if n == 1:
             return
-        self._one = state  # makes each output, by what it is given
+        self._one = state  # makes each output in turn
         self._request, self._tokenizer = _answer_state_without_data(request), tokenizer if params.detokenize else None
         self._kept = _KeptAnswerOutput()
         self.detokenizer = cast("IncrementalDetokenizer", self._kept)
@@ -88,13 +88,13 @@ class AnswerState(RequestState):
         *args: Any,
         **kwargs: Any,
     ) -> RequestOutput | None:
-        """See `RequestState`. Before it has ended, a search with several outputs has none."""
+        """See `RequestState`. A search with several outputs makes none before it has ended."""
         more = {**(kv_transfer_params or {})}
         answer = {**more.pop(PLUGIN_NAME, {})}
         sent = SentHypotheses(*answer.pop(HYPOTHESES, NOTHING))
         if answer:
             more[PLUGIN_NAME] = answer
-        if sent.are_aborted:  # though a stop token or a stop string ended the hypothesis
+        if sent.are_aborted:  # even if a stop token or a stop string ended the hypothesis
             finish_reason, stop_reason = FinishReason.ABORT, None
         if self.n == 1:
             of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more or None
@@ -104,7 +104,7 @@ class AnswerState(RequestState):
         self._counts.longest = max(sent.lengths, default=0)
         making = chain(self._outputs(sent), self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason))
         is_served = self.queue is not None
-        made = [cast("CompletionOutput", None)] if is_served else [*filter(None, making)]  # vLLM looks at the first one
+        made = [cast("CompletionOutput", None)] if is_served else [*filter(None, making)]  # vLLM reads the first one
         output = self._new_request_output(self.external_req_id, made, True, more or None, *args)
         if is_served:
             output.outputs.clear()
@@ -112,22 +112,22 @@ class AnswerState(RequestState):
         return self._completed(output)
 
     def _completed(self, output: Output) -> Output:
-        """An output with the whole answer; a server makes it whole later, while other requests go on."""
+        """Complete an output; a server does so later, while other requests go on."""
         if self.queue is None:
             deque(completing_by_output_hooks(output, self._engine_tokenizer), maxlen=0)
         return output
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput | None]:
-        """Those of hypotheses, and None whenever others may have their turn.
+        """The outputs of hypotheses, and None whenever other requests may get a turn.
 
-        vLLM makes one of each kind, which others are like, or all where more may differ.
+        vLLM's code makes one output per kind, which is copied for others of that kind, or all if they may differ more.
         """
         if not sent.lengths:
             return
         whole = self._kept.output
         assert whole is not None
         texts = self._texts(whole, sent.lengths)
-        alike: dict[tuple[int, int, int | None], Callable[..., CompletionOutput]] = {}  # by kind, what makes one more
+        alike: dict[tuple[int, int, int | None], Callable[..., CompletionOutput]] = {}  # by kind, makes further outputs
         kinds = zip(sent.lengths, sent.finish_reasons, sent.stop_reasons, strict=True)
         of_each = zip(accumulate(sent.lengths), kinds, sent.cumulative_logprobs, strict=True)
         for index, (end, kind, total) in enumerate(of_each):
@@ -147,7 +147,7 @@ class AnswerState(RequestState):
             yield output
 
     def _texts(self, whole: EngineCoreOutput, lengths: list[int]) -> HypothesisTexts | NoHypothesisTexts | None:
-        """What makes the texts of hypotheses of one kind; None if more differs in them than tokens, text and sum."""
+        """Makes texts of hypotheses; None if hypotheses of one kind differ in more than tokens, text and sum."""
         assert self._request.sampling_params is not None
         if self._request.sampling_params.logprobs is not None:
             return None
@@ -163,7 +163,7 @@ class AnswerState(RequestState):
     def _without_hypotheses(
         self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
     ) -> Iterator[CompletionOutput | None]:
-        """Those behind the first `count`, which stand for none: bans leave fewer, or the search could not go on."""
+        """The outputs after the first `count`, without hypotheses: bans leave fewer, or the search failed."""
         for index in range(count, self.n):
             part = EngineCoreOutput("", [], finish_reason=finish_reason, stop_reason=stop_reason)
             if finish_reason is FinishReason.LENGTH:
@@ -175,15 +175,15 @@ class AnswerState(RequestState):
     def _output(
         self, index: int, part: EngineCoreOutput, total: float | None
     ) -> Generator[None, None, CompletionOutput]:
-        """What vLLM makes of one hypothesis as of the whole answer of a request. Others may have their turn meanwhile.
+        """The output that vLLM makes of one hypothesis; yields when other requests may get a turn.
 
         Args:
-            total: The sum of its log-probabilities; None: it is none.
+            total: The sum of its log-probabilities; None without a hypothesis.
         """
         one, reason, stop = self._one, part.finish_reason, part.stop_reason
         one.request_index = index
         one.detokenizer = IncrementalDetokenizer()
-        if part.new_token_ids:  # else it would take the prompt in for nothing
+        if part.new_token_ids:  # otherwise it would decode the prompt for nothing
             one.detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
         one.logprobs_processor = LogprobsProcessor.from_new_request(self._tokenizer, self._request)
         if stop_string := one.detokenizer.update(part.new_token_ids, reason == FinishReason.STOP):
@@ -201,7 +201,7 @@ class AnswerState(RequestState):
 
 
 async def whole_answer(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
-    """The output with all that was still to be made of it. It may take seconds, in which other requests go on.
+    """Complete an output of a server. It may take seconds, during which other requests go on.
 
     Args:
         tokenizer: The engine's, if it has one.
@@ -219,7 +219,7 @@ async def whole_answer(output: RequestOutput, tokenizer: Any = None) -> RequestO
 
 
 def _answer_state_without_data(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The same for a detokenizer, without the images and sets that would stay as long as the search."""
+    """A copy of a request for its detokenizer, without images and item sets, which would be held during the search."""
     request = copy(request)
     request.mm_features, request.sampling_params = None, copy(request.sampling_params)
     assert request.sampling_params is not None
@@ -230,7 +230,7 @@ def _answer_state_without_data(request: EngineCoreRequest) -> EngineCoreRequest:
 def empty_answer_outputs(
     params: SamplingParams, finish_reason: str, stop_reasons: Iterable[str | None]
 ) -> list[CompletionOutput]:
-    """What stands for hypotheses of a search that the engine knows nothing of: one output for each stop reason."""
+    """Empty outputs, one per stop reason, of a search that never reached the engine."""
     has_logprobs = params.logprobs is not None
     return [
         CompletionOutput(index, "", [], None, [] if has_logprobs else None, None, finish_reason, reason)
@@ -239,13 +239,13 @@ def empty_answer_outputs(
 
 
 class _KeptAnswerOutput:
-    """In place of what would make texts and log-probabilities: keeps what the engine sends until it is split."""
+    """Replaces detokenizer and logprobs processor: keeps the engine's output until it is split."""
 
     prompt_logprobs = prompt_token_id_logprobs = None
     output: EngineCoreOutput | None = None
 
     def update(self, *_: Any) -> None:
-        """It may hold no stop string."""
+        """Ignore the tokens, as stop strings are found once they are split."""
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         self.output = output
@@ -254,14 +254,14 @@ class _KeptAnswerOutput:
         return 0
 
     def pop_prompt_logprobs(self) -> None:
-        """There are none."""
+        """None: searches have no prompt log-probabilities."""
 
     pop_prompt_token_id_logprobs = pop_prompt_logprobs
 
 
 @dataclass
 class _AnswerCounts:
-    """In place of the parent that vLLM would make of a request with several outputs: what its metrics ask of one."""
+    """Replaces vLLM's parent of a request with several outputs, as far as its metrics need one."""
 
     n: int
     longest: int = 0  # tokens of an output

@@ -1,1 +1,1 @@
-"""Requests on their way into an engine: their checks, their limits, and what comes with them."""
+"""Checks requests before they reach an engine, and reads the items and phrases that come with them."""

@@ -1,4 +1,4 @@
-"""`vllm_trie.beam_params`: the `SamplingParams` of a beam search, from the table of options."""
+"""`vllm_trie.beam_params`: builds the `SamplingParams` of a beam search, by the table of options."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-OBJECTS = {"scorer", "metric"}  # options that may be any callable, which is not copied
+OBJECTS = {"scorer", "metric"}  # options that may be callables, which are not copied
 
 
 def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> SamplingParams:
-    """Build the `SamplingParams` of a beam search. An option that is None is the engine's.
+    """Build the `SamplingParams` of a beam search. For an option that is None, the engine's default applies.
 
     Args:
         n: Hypotheses to return, best first; at most `beam_width`.
@@ -30,14 +30,14 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
             `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
     Raises:
-        ValueError: an option is out of range, or one that beam search does not honour.
+        ValueError: an option is unknown, out of range, or not supported by beam search.
         ImportError: vLLM is not installed.
     """
     try:
         from vllm.sampling_params import SamplingParams
     except ImportError as error:
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
-    # An engine without beams must refuse these params; it would sample.
+    # Makes engines without beams refuse these params: they would sample.
     wrap_vllm("vllm_trie.entrypoints.requests.requests")
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown_request_options(options, SamplingParams.__struct_fields__)
@@ -46,7 +46,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     extra_args = options.pop("extra_args", None) or {}
     for name in extra_args:
         if name in OPTIONS:
-            raise ValueError(f"{name} is in extra_args; pass it as an argument of its own")
+            raise ValueError(f"{name} is in extra_args; pass it as a separate argument")
     extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude=OBJECTS)}
     extra_args |= {name: own[name] for name in OBJECTS & own.keys()}
     try:
@@ -59,7 +59,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
 
 
 def _refuse_unknown_request_options(options: Mapping[str, Any], fields: Sequence[str]) -> None:
-    """Refuse what is neither a beam option nor a field of `SamplingParams`."""
+    """Refuse options that are neither beam options nor fields of `SamplingParams`."""
     unknown = {name: value for name, value in options.items() if name not in fields}
     refuse_other_option_names(unknown)
     for name, value in unknown.items():
@@ -69,7 +69,7 @@ def _refuse_unknown_request_options(options: Mapping[str, Any], fields: Sequence
 
 
 def _refuse_wrong_request_type(options: Mapping[str, Any]) -> None:
-    """Say which field vLLM could not take."""
+    """Refuse the first field whose type vLLM rejects."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
@@ -78,12 +78,12 @@ def _refuse_wrong_request_type(options: Mapping[str, Any]) -> None:
             SamplingParams(**{name: value})
         except TypeError as error:
             raise ValueError(f"{name}={shown_option(value)} is of the wrong type: {shown_option_name(error)}") from None
-        except (ValueError, VLLMValidationError):  # it needs another one
+        except (ValueError, VLLMValidationError):  # it is invalid without other fields
             continue
 
 
 def _request_params_signature() -> Signature:
-    """The signature, with the options of the table."""
+    """The signature of `beam_params`, with the options of the table."""
     width, n = (Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=int) for name in ("beam_width", "n"))
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
@@ -95,7 +95,7 @@ def _request_params_signature() -> Signature:
 
 
 def _request_params_docstring() -> str:
-    """The docstring, with the options of the table."""
+    """The docstring of `beam_params`, with the options of the table."""
     texts = (f"{name}: {field.description}" for name, field in OPTIONS.items())
     options = [fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
     return (getdoc(beam_params) or "").replace("Args:\n", "\n".join(["Args:", *options, ""]))

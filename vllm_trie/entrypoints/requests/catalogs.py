@@ -1,4 +1,4 @@
-"""Catalogs in the front end: what requests may name, and new versions of a file."""
+"""Catalogs in the front end: checks requests that use them, and new versions of their files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
-_stores: dict[str, CatalogStore] = {}  # by engine, as this process knows them
+_stores: dict[str, CatalogStore] = {}  # by engine instance
 
 
 def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
     """The catalogs of an engine, checked when they are opened.
 
     Raises:
-        ValueError: a file is no catalog, or no trie, or for another vocabulary; or a list of items is none.
+        ValueError: a file is not a catalog, is not a valid trie, or is for another vocabulary; or a list is not valid.
     """
     if (store := _stores.get(vllm_config.instance_id)) is None:
         files = plugin_config_of(vllm_config).catalogs.items()
@@ -40,13 +40,13 @@ def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
             {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
         )
         for path in plugin_config_of(vllm_config).exclude.values():
-            read_item_list(path)  # which the engine alone keeps
+            read_item_list(path)  # only a check: the engine keeps the list
         _stores[vllm_config.instance_id] = store
     return store
 
 
 def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
-    """A file that is to become a catalog of a running engine, and what is in it.
+    """Open a file that is to become a catalog of a running engine. Returns its path and the catalog.
 
     Raises:
         ValueError: there is no such catalog, or the engine may not take this file.
@@ -56,7 +56,7 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
 
 
 def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, np.ndarray]:
-    """A file that is to become a list of items of a running engine, and the ids [n] int64 in it.
+    """Read a file that is to become a list of items of a running engine. Returns its path and its ids [n] int64.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
@@ -66,18 +66,18 @@ def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) ->
 
 
 def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file: str) -> str:
-    """The path of a file that is to be another version of what requests name by this option."""
+    """The path of a file that is to replace the catalog or list `name`."""
     if not has_beams(vllm_config):
         raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
     config = plugin_config_of(vllm_config)
     _refuse_unknown_name(option, name, config.exclude if option == "exclude_list" else config.catalogs)
     if config.catalog_folder is None:
         start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
-        raise ValueError(f"this engine takes no new catalogs; start it with {start}")
+        raise ValueError(f"this engine does not load new catalogs; start it with {start}")
     folder = Path(config.catalog_folder).resolve()
     try:
         path = (folder / file).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, say
+    except (OSError, RuntimeError, ValueError) as error:  # such as a loop of links
         raise ValueError(f"file={shown_option(file)} cannot be read: {shown_option_name(error)}") from None
     if path.parent != folder:
         raise ValueError(
@@ -93,19 +93,19 @@ def resolve_request_items(
     vllm_config: VllmConfig,
     tokenizer: Any,
 ) -> tuple[BeamParams, int]:
-    """What a request's catalog is, checked. Where its items end hypotheses, these tokens are part of the text.
+    """Check a request against its catalog. If items end hypotheses, their last tokens become part of the text.
 
     Args:
-        params: The request's own copy, `max_tokens` and stop tokens filled in.
+        params: The request's own copy, with `max_tokens` and stop tokens filled in.
         beam: Its options.
-        item_set: That comes with it; if none does, it names a catalog.
+        item_set: The set that came with it; if None, it names a catalog.
         tokenizer: None if the engine has none.
 
     Returns:
-        The options with ids in place of text, and how many beams can live.
+        The options with ids in place of text, and how many different beams there can be.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     if not beam.catalog_stop:
         params.include_stop_str_in_output = True
@@ -126,17 +126,17 @@ def resolve_request_items(
 
 
 def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
-    """Refuse a request that this catalog, or any, cannot answer."""
+    """Refuse a request that this catalog cannot answer."""
     needed = beam.catalog_items * catalog.shortest + (beam.catalog_after is not None)
     if params.max_tokens is not None and params.max_tokens < needed:
         raise ValueError(
-            f"max_tokens={params.max_tokens} has no room for {what}, whose shortest hypothesis has {needed} tokens; "
+            f"max_tokens={params.max_tokens} is too few for {what}, whose shortest hypothesis has {needed} tokens; "
             f"raise it"
         )
     if beam.catalog_items > 1 and not catalog.is_prefix_free:
         raise ValueError(
-            f"catalog_items={beam.catalog_items} does not work with {what}, in which an item begins another one: "
-            f"where one ends would be open; end each item with a token of its own"
+            f"catalog_items={beam.catalog_items} does not work with {what}, in which one item is a prefix of another: "
+            f"where an item ends would be ambiguous; end each item with a special token"
         )
     if beam.catalog_stop and not sampling_params_stops(params):
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
@@ -145,7 +145,7 @@ def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalo
 
 
 def _check_unique_items_fit_request(beam: BeamParams, catalog: Catalog, what: str, num_stop_tokens: int) -> None:
-    """Refuse a search that would have to look at too many continuations to find different items."""
+    """Refuse a search that would have to consider too many continuations to find different items."""
     from vllm_trie.engine.unique_catalog_items import MOST_ENDING, widest_engine_search_of_unique_items  # few need it
 
     widest = widest_engine_search_of_unique_items(beam, catalog, num_stop_tokens)
@@ -157,10 +157,10 @@ def _check_unique_items_fit_request(beam: BeamParams, catalog: Catalog, what: st
 
 
 def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExclusion | None:
-    """The items that a request itself excludes, looked up in its catalog.
+    """The items of `exclude_items`, looked up in the catalog of the request.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option and what would work.
     """
     if beam.exclude_list is not None:
         _refuse_unknown_name("exclude_list", beam.exclude_list, plugin_config_of(vllm_config).exclude)
@@ -175,7 +175,7 @@ def sent_request_exclusion(beam: BeamParams, vllm_config: VllmConfig) -> SentExc
         raise ValueError(f"exclude_items: {error}") from None
 
 
-@lru_cache(maxsize=8)  # prompts that share their parameters exclude the same, and so do users who come back
+@lru_cache(maxsize=8)  # prompts with the same parameters, and returning users, exclude the same items
 def _looked_up_exclusion(catalog: ref[Catalog], item_ids: ItemIds) -> SentExclusion:
     version = catalog()
     assert version is not None
@@ -190,7 +190,7 @@ def _catalog_of_request(beam: BeamParams, vllm_config: VllmConfig) -> Catalog:
 
 
 def _refuse_unknown_name(option: str, name: str | None, known: Collection[str]) -> None:
-    """Refuse the name of a catalog or of a list of items that the engine has not."""
+    """Refuse the name of a catalog or list that the engine does not have."""
     if name not in known:
         of_engine = "catalogs" if option == "catalog" else "exclude"
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"{of_engine}": {{NAME: FILE}}}}}}'
@@ -199,7 +199,7 @@ def _refuse_unknown_name(option: str, name: str | None, known: Collection[str]) 
 
 
 def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
-    """The token of `catalog_after`."""
+    """The token id of `catalog_after`."""
     if isinstance(token, str):
         if tokenizer is None:
             raise ValueError(f"catalog_after={shown_option(token)} needs a tokenizer; pass the token's id")
@@ -211,7 +211,7 @@ def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: 
             )
         return int(ids[0])
     if token is not None and not 0 <= token < vocab_size:
-        raise ValueError(f"catalog_after={shown_option(token)} is no token; the vocabulary has {vocab_size}")
+        raise ValueError(f"catalog_after={shown_option(token)} is not a token id; the vocabulary has {vocab_size}")
     return token
 
 

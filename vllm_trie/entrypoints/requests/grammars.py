@@ -1,4 +1,4 @@
-"""Requests with structured outputs: which of them a search can follow."""
+"""Checks requests with structured outputs: only some backends can follow beams."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _BACKENDS = ("xgrammar", "guidance")  # whose state can be copied
 def prepare_request_grammar(
     params: SamplingParams, prompt: list[int], config: StructuredOutputsConfig, tokenizer: TokenizerLike | None
 ) -> None:
-    """Let the grammar of a request end by what ends a hypothesis.
+    """Check a request's grammar, and end it by the tokens that end hypotheses.
 
     Args:
-        params: The request's own. vLLM has checked them, and chosen a backend; they are changed.
+        params: The request's own copy, for which vLLM has chosen a backend. It is changed.
         prompt: Its tokens.
-        config: The engine's.
-        tokenizer: The engine's.
+        config: Of the engine.
+        tokenizer: Of the engine.
 
     Raises:
-        ValueError: the search cannot follow the grammar; naming the option, its value and what would work.
+        ValueError: the search cannot follow the grammar; names the option, its value and what would work.
     """
     assert params.structured_outputs is not None
     if (backend := params.structured_outputs._backend) not in _BACKENDS:
         raise ValueError(
-            f'structured_outputs of the backend "{backend}" cannot follow beams, for which its state would have to '
-            f"fork; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
+            f'structured_outputs of the backend "{backend}" cannot follow beams, as its state cannot be '
+            f"copied; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
         )
     if config.reasoning_parser and not config.enable_in_reasoning:
-        from vllm.reasoning import ReasoningParserManager  # which most engines never need
+        from vllm.reasoning import ReasoningParserManager  # here: most engines never need it
 
         parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)(tokenizer)
         if not parser.is_reasoning_end(prompt):

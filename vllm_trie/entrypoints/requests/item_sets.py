@@ -1,4 +1,4 @@
-"""Sets of items that come with requests: read once for equal ones, as far as there is room to keep them."""
+"""Sets of items that come with requests, `allowed_sequences`: equal ones are read once while they are cached."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vllm_trie.entrypoints.requests.sequence_texts import INSTEAD, refuse_reques
 from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_STRING, SequencesText
 from vllm_trie.options.shown import shortened_option_refusal, shown_option_name
 
-MOST_KEPT = 64 << 20  # bytes, of all sets that are known
-MOST_REFUSALS = 64  # that are known: a request with many prompts asks as often
-MOST_TOKENISED = 1_000  # strings at once
+MOST_KEPT = 64 << 20  # bytes of all cached sets
+MOST_REFUSALS = 64  # cached, since a request with many prompts asks once per prompt
+MOST_TOKENISED = 1_000  # strings at a time
 
 Sequences = Sequence[str] | Sequence[Sequence[int]]
 
 
 class RequestItemSets:
-    """The sets that one engine's requests have brought, the one that was used last at last; any thread may ask.
+    """The sets that came with requests to one engine, least recently used first; safe to use from any thread.
 
     Args:
-        longest: Tokens that an item may have: no sequence of the engine has more.
-        most_bytes: Of those that stay known.
+        longest: The most tokens of an item, `max_model_len`.
+        most_bytes: Of all cached sets.
     """
 
     def __init__(self, longest: int, most_bytes: int = MOST_KEPT) -> None:
@@ -39,14 +39,14 @@ class RequestItemSets:
         self._lock = Lock()
 
     def read(self, sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
-        """The set, as a catalog.
+        """The catalog of a set.
 
         Args:
-            sequences: Strings, or lists of token ids; not empty. Or a text of them, which is read if it is new.
+            sequences: Strings, or lists of token ids; not empty. Or a JSON text of them, which is parsed if it is new.
             tokenizer: None if the engine has none.
 
         Raises:
-            ValueError: naming the option, and what would work.
+            ValueError: names the option and what would work.
         """
         if is_text := isinstance(sequences, SequencesText):
             content = sequences.text.encode("utf-8", "surrogatepass")
@@ -96,34 +96,33 @@ class RequestItemSets:
     def _refuse_too_long(self, rows: Collection[Sequence[int]]) -> None:
         if (longest := max(map(len, rows))) > self._longest:
             raise ValueError(
-                f"allowed_sequences have an item of {longest:,} tokens, and with max_model_len={self._longest} none is "
-                "that long; leave it out"
+                f"allowed_sequences has an item of {longest:,} tokens, which exceeds max_model_len={self._longest}; "
+                "leave it out"
             )
 
 
 def _refuse_large_request_items(sequences: Sequences) -> None:
-    """Before anything goes through them but their lengths."""
+    """Refuse sets by their size, before anything reads more than lengths."""
     lengths = [*map(len, sequences)]
     size, longest = sum(lengths), max(lengths)
     if not isinstance(sequences[0], str):
         refuse_request_tokens(size)
     elif size > MOST_SEQUENCE_CHARACTERS:
         raise ValueError(
-            f"allowed_sequences have {size:,} characters, and a request may bring {MOST_SEQUENCE_CHARACTERS:,}; "
-            f"{INSTEAD}"
+            f"allowed_sequences has {size:,} characters, and a request may have {MOST_SEQUENCE_CHARACTERS:,}; {INSTEAD}"
         )
     elif longest > MOST_STRING:
         raise ValueError(
-            f"allowed_sequences have a string of {longest:,} characters, and it may have {MOST_STRING:,}; leave it out"
+            f"allowed_sequences has a string of {longest:,} characters, and may have {MOST_STRING:,}; leave it out"
         )
     else:
         refuse_request_half_characters("allowed_sequences", "".join(map(str, sequences)))
 
 
 def _tokenised_request_items(strings: Any, tokenizer: Any) -> Iterator[list[list[int]]]:
-    """The tokens of strings, a few at a time: less than 200,000 characters, which take a tenth of a second."""
+    """Tokenize strings, less than 200,000 characters at a time, which take a tenth of a second."""
     if tokenizer is None:
-        raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
+        raise ValueError("allowed_sequences of strings needs a tokenizer; pass lists of token ids")
     ends = enumerate(accumulate(map(len, strings)))
     places = ((number // MOST_TOKENISED, end // MOST_STRING) for number, end in ends)
     for _, some in groupby(zip(places, strings, strict=True), key=lambda pair: pair[0]):

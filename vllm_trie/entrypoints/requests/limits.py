@@ -1,4 +1,4 @@
-"""What one engine can hold, and whether a request fits: checked before anything is scheduled."""
+"""Checks the numbers of a request against the limits of its engine, before anything is scheduled."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
-MOST_TRACED = 1 << 18  # tokens of beams and drafts, in the trace of one search
-MOST_WAITING = 16  # candidates of a round of steps, for each row of the engine
+MOST_TRACED = 1 << 18  # tokens of beams and drafts in the trace of one search
+MOST_WAITING = 16  # candidates of a round of steps, per row of the engine
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one engine can hold."""
+    """The limits of one engine."""
 
     max_num_seqs: int
     vocab_size: int
     block_size: int
     num_blocks: int | None  # None while the engine has not sized its KV cache
-    max_beam_width: int | None = None  # what the engine's user allows
-    has_window: bool = False  # attention layers may forget the prompt's first blocks
-    num_draft_layers: int = 0  # that one forward can verify
+    max_beam_width: int | None = None  # the engine's option
+    has_window: bool = False  # some layers have window attention, and may free the prompt's first blocks
+    num_draft_layers: int = 0  # layers of drafts that one forward pass can verify
 
 
 def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
-    """What this engine can hold."""
+    """The limits of the engine with this configuration."""
     cache = vllm_config.cache_config
     return RequestLimits(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
@@ -49,11 +49,11 @@ def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
 
 
 class BlocksNeeded(NamedTuple):
-    """What decides how many KV blocks a request needs at least."""
+    """The numbers that determine how many KV blocks a request needs at least."""
 
     prompt_length: int
-    num_beams: int  # that can live
-    num_encoded: int = 0  # of an encoder-decoder model: what its encoder makes
+    num_beams: int  # different ones that there can be
+    num_encoded: int = 0  # outputs of the encoder, in encoder-decoder models
 
 
 def validate_request(
@@ -62,12 +62,12 @@ def validate_request(
     """Check the numbers of one request against its engine, before anything is scheduled.
 
     Args:
-        params: The request's own copy, `max_tokens` and stop tokens filled in.
+        params: The request's own copy, with `max_tokens` and stop tokens filled in.
         beam: Its beam options.
-        name: What the user calls its width, in refusals.
+        name: The user's name for the width, in refusals.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     check_request_widths(params.n, beam, limits, name)
     check_request_stops(params)
@@ -81,22 +81,22 @@ def validate_request(
     shared_length, rows = 0 if limits.has_window else prompt_length, 1 if beam.memory_mode else rows
     blocks = least_trie_blocks(shared_length, rows, limits.block_size) + -(-num_encoded // limits.block_size)
     if blocks > limits.num_blocks:
-        encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
+        encoded = f" and {num_encoded} encoder outputs" if num_encoded else ""
         raise ValueError(
             f"{name}={beam.beam_width} with a prompt of {prompt_length} tokens{encoded} needs at least {blocks} KV "
-            f"blocks, the engine has {limits.num_blocks}; lower it or give the KV cache more memory"
+            f"blocks, and the engine has {limits.num_blocks}; lower it or give the KV cache more memory"
         )
 
 
 def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name: str = "beam_width") -> None:
-    """Refuse more beams or candidates than this engine serves, and to return more hypotheses than there are beams."""
+    """Refuse more beams or candidates than this engine allows, and `n` above the number of beams."""
     check_request_n(n, beam, name)
     width, rows = beam.beam_width, limits.max_num_seqs
     if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
         raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if limits.max_beam_width is not None and width > limits.max_beam_width:
         raise ValueError(
-            f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
+            f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, the limit of this engine; lower it"
         )
     if isinstance(beam, StepOptions) and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
 
 
 def check_request_stops(params: SamplingParams) -> None:
-    """Refuse more stop strings, or longer ones, than a search looks for in each step of each of its beams."""
+    """Refuse more or longer stop strings than a search can look for in each step of each beam."""
     strings, size = params.stop or (), sum(map(len, params.stop or ()))
     if len(strings) > MOST_STOPS:
         raise ValueError(
@@ -131,12 +131,12 @@ def _check_request_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> 
         instead = 'lower one of them, or pass speculation="off"' if beside else "lower one of them"
         raise ValueError(
             f"trace=True with beam_width={beam.beam_width} and max_tokens={max_tokens} might hold {most:,} tokens, "
-            f"{beam.beam_width} beams and {beside} drafts a step, and the most are {MOST_TRACED:,}; {instead}"
+            f"{beam.beam_width} beams and {beside} drafts per step, and at most {MOST_TRACED:,} are allowed; {instead}"
         )
 
 
 def check_request_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
-    """Refuse to return more hypotheses than there are beams."""
+    """Refuse `n` that is not an integer, or above the number of beams."""
     if type(n) is not int:
         raise ValueError(f"n={shown_option(n)} is not a number of hypotheses; pass an integer from 1 to {name}")
     if n > beam.beam_width:

@@ -1,4 +1,4 @@
-"""The tokens of `phrase_boosts`, checked."""
+"""Tokenizes and checks `phrase_boosts`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ Boosts = list[tuple[Ways, float]]
 
 
 def request_phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: Any) -> Boosts:
-    """All ways to write each phrase, in tokens, and its weight.
+    """All ways to write each phrase as tokens, and its weight.
 
     Args:
-        boosts: As the option has them.
+        boosts: The value of the option.
         tokenizer: None if the engine has none.
 
     Raises:
-        ValueError: naming the phrase, and what would work.
+        ValueError: names the option or phrase and what would work.
     """
     if (size := sum(len(phrase) for phrase, _ in boosts if isinstance(phrase, str))) > MOST_PHRASE_CHARACTERS:
         raise ValueError(
-            f"phrase_boosts have {size:,} characters, and a request may bring {MOST_PHRASE_CHARACTERS:,}; leave "
-            "some out"
+            f"phrase_boosts has {size:,} characters, and a request may have {MOST_PHRASE_CHARACTERS:,}; leave some out"
         )
     found = [(_ways_of_request_phrase(phrase, tokenizer), weight) for phrase, weight in boosts]
     if (num_tokens := sum(map(len, chain.from_iterable(ways for ways, _ in found)))) > MOST_PHRASE_TOKENS:
         raise ValueError(
-            f"phrase_boosts have {num_tokens} tokens, and a request may bring {MOST_PHRASE_TOKENS}; leave some out"
+            f"phrase_boosts has {num_tokens} tokens, and a request may have {MOST_PHRASE_TOKENS}; leave some out"
         )
     return found
 
@@ -39,22 +38,22 @@ def request_phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: An
 def check_request_phrases(
     boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size: int, stops: Sequence[int]
 ) -> None:
-    """Refuse phrases that no hypothesis can have.
+    """Refuse phrases that no hypothesis can contain.
 
     Args:
-        boosts: As the option has them.
+        boosts: The value of the option.
         found: Their tokens.
         stops: The request's stop tokens.
 
     Raises:
-        ValueError: naming the phrase, and what would work.
+        ValueError: names the phrase and what would work.
     """
-    ending = frozenset(stops)  # looked up by way: there may be many of both
+    ending = frozenset(stops)  # a set, as there may be many stop tokens and ways
     for (ways, _), (phrase, _) in zip(found, boosts, strict=True):
         for way in ways:
             if not 0 <= min(way) <= max(way) < vocab_size:
                 raise ValueError(
-                    f"phrase_boosts: {shown_option(phrase)} is no phrase of tokens; the vocabulary has {vocab_size}"
+                    f"phrase_boosts: {shown_option(phrase)} is not a list of token ids; the vocabulary has {vocab_size}"
                 )
             if len(way) > MOST_PHRASE_LENGTH:
                 raise ValueError(
@@ -71,10 +70,10 @@ def _ways_of_request_phrase(phrase: str | list[int] | Ways, tokenizer: Any) -> W
     if not isinstance(phrase, str):
         return [phrase] if isinstance(phrase[0], int) else phrase
     if tokenizer is None:
-        raise ValueError("phrase_boosts of strings need a tokenizer; pass lists of token ids")
+        raise ValueError("phrase_boosts of strings needs a tokenizer; pass lists of token ids")
     if not (word := phrase.lstrip(" ")):
         raise ValueError(
-            f"phrase_boosts: {shown_option(phrase)} is space alone, of which no word begins; pass its token ids"
+            f"phrase_boosts: {shown_option(phrase)} is only spaces, with which no word begins; pass its token ids"
         )
     written = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
     return [list(way) for way in dict.fromkeys(written)]

@@ -1,6 +1,6 @@
-"""Requests that bring sets of items or phrases are read in a thread, and a server serves others meanwhile.
+"""Reads requests that bring sets of items or phrases in a thread, while a server serves others.
 
-These come as texts, which are parsed, tokenised and sorted. vLLM's threads do the same with prompts.
+These texts are parsed, tokenized and sorted. vLLM's own threads do the same with prompts.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from vllm_trie.options.request import options_ask_for_beams
 
 
 class _AbortedError(Exception):
-    """Somebody has aborted a request that is being read."""
+    """A request was aborted while it was being read."""
 
 
 class _RequestReader:
-    """Reads requests one after the other: a second thread would wait for Python's lock.
+    """Reads requests one after the other: a second thread would only wait for Python's lock.
 
     Args:
-        tokenizer: The engine's. One of Rust bears no two threads that set it up differently, so this has a copy.
+        tokenizer: Of the engine. A Rust tokenizer is copied, as two threads must not configure it differently.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         is_shared = isinstance(tokenizer, PreTrainedTokenizerFast)
         self._tokenizer = deepcopy(tokenizer) if is_shared else tokenizer
         self._thread = ThreadPoolExecutor(1, "trie_beam_reader")
-        self._reading: dict[asyncio.Future[RequestData | None], str] = {}  # and the ids of their requests
+        self._reading: dict[asyncio.Future[RequestData | None], str] = {}  # -> id of the request
 
     async def read(self, request_id: str, params: SamplingParams, processor: InputProcessor) -> RequestData | None:
-        """What `read_request` returns. Raises what it raises, and _AbortedError at once if the request is aborted."""
+        """Run `read_request` in the thread. Raises _AbortedError at once if the request is aborted."""
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(self._thread, read_request, params, processor, self._tokenizer)
         self._reading[reading] = request_id
@@ -63,7 +63,7 @@ class _RequestReader:
             reading.cancel()
 
     def abort(self, request_ids: Container[str] | None) -> None:
-        """Abort the requests of these ids that are being read, or wait for that; or all."""
+        """Abort requests that are being read or wait to be read: those with these ids, or all."""
         for reading, request_id in [*self._reading.items()]:
             if request_ids is None or request_id in request_ids:
                 del self._reading[reading]
@@ -74,7 +74,7 @@ _readers: WeakKeyDictionary[AsyncLLM, _RequestReader] = WeakKeyDictionary()
 
 
 def request_brings_data(params: Any) -> bool:
-    """Whether reading a request may take longer than others should wait."""
+    """Whether a request brings data that may take too long to read while others wait."""
     extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
     return options_ask_for_beams(extra_args) and any(name in extra_args for name in BRINGS)
 
@@ -88,7 +88,7 @@ async def generate_once_request_read(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """vLLM's `generate`, of a request that is read in a thread first."""
+    """vLLM's `generate` for a request that is first read in a thread."""
     processor = engine.input_processor
     if (reader := _readers.get(engine)) is None:
         reader = _readers[engine] = _RequestReader(processor.tokenizer)
@@ -108,13 +108,13 @@ async def generate_once_request_read(
 
 
 def abort_request_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
-    """Abort the requests of these ids, or all, that the engine knows nothing of, as they are still being read."""
+    """Abort requests that are still being read and so not in the engine: those with these ids, or all."""
     if (reader := _readers.get(engine)) is not None:
         reader.abort(request_ids)
 
 
 def _aborted_request_reading(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
-    """As the engine answers a search that is aborted before it begins, but for a trace."""
+    """The answer of a search that is aborted before it begins, as the engine would give it, but without a trace."""
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
     outputs = empty_answer_outputs(params, "abort", reasons)
     asked = params.extra_args or {}

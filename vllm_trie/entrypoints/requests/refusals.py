@@ -1,4 +1,4 @@
-"""Refusals of beam requests: one sentence, of a length that suits a log and a response."""
+"""Refusals of beam requests: one sentence, short enough for a log and a response."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
-    """A request that beam search refuses: a ValueError offline, a 400 from the server.
+    """The refusal of a request by beam search: a ValueError offline, a 400 from the server.
 
     Args:
-        refusal: Shortened here, whatever it quotes.
+        refusal: Shortened here, as it may quote a long value.
     """
 
     def __init__(self, refusal: str) -> None:
@@ -27,7 +27,7 @@ class BeamRequestError(VLLMValidationError, ValueError):
 
 @contextmanager
 def refusing_requests() -> Iterator[None]:
-    """Make every ValueError of the block a refusal of the request."""
+    """Turn every ValueError of the `with` block into a refusal of the request."""
     try:
         yield
     except ValueError as error:
@@ -36,7 +36,7 @@ def refusing_requests() -> Iterator[None]:
 
 @contextmanager
 def shortening_request_refusals() -> Iterator[None]:
-    """Shorten what vLLM refuses within the block, which may quote a value of any size."""
+    """Shorten vLLM's refusals within the `with` block, which may quote values of any size."""
     try:
         yield
     except (VLLMValidationError, ValueError) as error:
@@ -46,9 +46,9 @@ def shortening_request_refusals() -> Iterator[None]:
 
 
 def lone_surrogate_in_request(text: str) -> str | None:
-    """The first half character of UTF-16 in a text, as it is written; None if there is none.
+    """The `repr` of the first lone surrogate of UTF-16 in a text; None if there is none.
 
-    A JSON text can hold one, and no tokenizer takes it.
+    A JSON text can contain one, but tokenizers refuse it.
     """
     try:
         text.encode()
@@ -58,20 +58,20 @@ def lone_surrogate_in_request(text: str) -> str | None:
 
 
 def refuse_request_half_characters(name: str, text: str) -> None:
-    """Refuse a text that no tokenizer takes.
+    """Refuse a text with a lone surrogate, which tokenizers do not accept.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option and what would work.
     """
     if half := lone_surrogate_in_request(text):
-        raise ValueError(f"{name} has half a character, {half}; mend or remove it")
+        raise ValueError(f"{name} has half of a surrogate pair, {half}; fix or remove it")
 
 
 def refuse_request_half_texts(params: SamplingParams) -> None:
-    """Refuse texts of a beam request that cannot be sent to the engine, or tokenized.
+    """Refuse stop strings and bad words that cannot be tokenized or sent to the engine.
 
     Raises:
-        ValueError: naming the field, and what would work.
+        ValueError: names the field and what would work.
     """
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         for text in texts or ():

@@ -1,4 +1,4 @@
-"""What a request says and brings, read and checked as far as that needs no prompt."""
+"""The options and data of a beam request, read and checked as far as possible without its prompt."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
     from vllm_trie.entrypoints.requests.phrases import Boosts
 
-READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
+READ = "trie_beam_read"  # key of a `RequestData` in `extra_args`; clients of a server cannot send one
 BRINGS = ("allowed_sequences", "phrase_boosts", "exclude_items")  # the options that may be large
 
-_item_sets: WeakKeyDictionary[InputProcessor, RequestItemSets] = WeakKeyDictionary()  # by the engine that takes them
+_item_sets: WeakKeyDictionary[InputProcessor, RequestItemSets] = WeakKeyDictionary()  # by engine
 
 
 @dataclass(frozen=True)
 class RequestData:
-    """The search that a request asks for, and what it brings along."""
+    """The options of a request's search, and the data that it brings."""
 
     beam: BeamParams
     phrases: Boosts | None = None  # as tokens
@@ -38,12 +38,12 @@ class RequestData:
 
     @property
     def has_items(self) -> bool:
-        """Whether its hypotheses go along a catalog, or a set that it brings."""
+        """Whether its hypotheses must be items of a catalog or of a set that it brings."""
         return any(along is not None for along in (self.beam.catalog, self.item_set))
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """That what it brings takes on each device, at most, by option."""
+        """The most bytes that its data takes on each device, by option."""
         needed = {}
         if self.item_set is not None:
             needed["allowed_sequences"] = self.item_set.num_bytes_on_device
@@ -53,17 +53,17 @@ class RequestData:
         return needed
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Itself, as nobody changes it; vLLM copies what users pass."""
+        """Return itself, as it is immutable: vLLM copies what users pass."""
         return self
 
     @classmethod
     def of(cls, params: SamplingParams) -> RequestData | None:
-        """What was read of a request before."""
+        """The data of a request that was read before, if any."""
         data = (params.extra_args or {}).get(READ)
         return data if isinstance(data, cls) else None
 
     def instead_of_texts(self, params: SamplingParams) -> SamplingParams:
-        """The request with what was read, in place of what it was read from: that, vLLM would look through and copy."""
+        """The request with its data in place of the texts, which vLLM would traverse and copy."""
         extra_args = params.extra_args or {}
         if extra_args.keys().isdisjoint(BRINGS):
             return params
@@ -73,14 +73,14 @@ class RequestData:
 
 
 def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> RequestData:
-    """What a request brings.
+    """Read the data that a request brings.
 
     Args:
         beam: Its options.
         tokenizer: None if the engine has none.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     phrases, item_set, exclusion = None, None, None
     if beam.phrase_boosts is not None:
@@ -103,13 +103,13 @@ def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: An
 
 
 def check_request_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None:
-    """Refuse what a request brings that no hypothesis can have.
+    """Refuse data that no hypothesis can contain.
 
     Args:
         stops: The request's stop tokens.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option and what would work.
     """
     if data.phrases is not None:
         from vllm_trie.entrypoints.requests.phrases import check_request_phrases
@@ -120,6 +120,6 @@ def check_request_data(data: RequestData, vocab_size: int, stops: Sequence[int])
 def _refuse_request_without_room(needed: dict[str, int], room: int) -> None:
     if sum(needed.values()) > room:
         raise ValueError(
-            f"{' and '.join(needed)} need up to {sum(needed.values()):,} bytes of each device, and {PLUGIN_NAME}."
-            f"request_tables_bytes={room:,} has no room for them; leave some out, or start the engine with more"
+            f"{' and '.join(needed)} may need {sum(needed.values()):,} bytes of each device, more than {PLUGIN_NAME}."
+            f"request_tables_bytes={room:,}; leave some out, or raise request_tables_bytes"
         )

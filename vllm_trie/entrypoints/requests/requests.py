@@ -1,4 +1,4 @@
-"""Check beam requests in the front end, and send each as one request, whatever its n."""
+"""Checks beam requests in vLLM's `InputProcessor`, and sends each to the engine as one request, whatever its `n`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 
-CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
+CALLER = "trie_beam_caller"  # key of a `Caller` in `extra_args`; clients of a server cannot send one
 
-SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.server.single_tokens`
+SINGLE_TOKENS = "trie_beam_single_tokens"  # key of a `Caller`, see `entrypoints.server.single_tokens`
 
-_MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
-# Of what type they are, which no client can send.
+_MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # keys that only the front end may set in `extra_args`
+# Their types, which clients cannot send.
 _SENT = {TICKET: ForkTicketMessage, FORK: ForkTicketMessage, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # in `extra_args`
 
@@ -69,12 +69,12 @@ def process_request_inputs(
     *args: Any,
     **kwargs: Any,
 ) -> EngineCoreRequest:
-    """What vLLM makes of a request, with its ticket if it asks for beams."""
+    """Process a request as vLLM does, and give it a ticket if it asks for beams."""
     data = None
-    if isinstance(params, BeamSearchParams):  # of `LLM.generate`, say
+    if isinstance(params, BeamSearchParams):  # passed to `LLM.generate`, for example
         width, most = params.beam_width, params.max_tokens
         raise BeamRequestError(
-            f"BeamSearchParams(beam_width={width}, ...) is for LLM.beam_search alone; call that, or pass "
+            f"BeamSearchParams(beam_width={width}, ...) is only for LLM.beam_search; call that, or pass "
             f"vllm_trie.beam_params({width}, n={width}, max_tokens={most}) here"
         )
     try:
@@ -98,7 +98,7 @@ def process_request_inputs(
         forget_unsent_request(self, prompt)
         raise
     if isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicketMessage):
-        own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # as the engine's process reads it
+        own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # for the engine's process to decode
     return request
 
 
@@ -119,19 +119,19 @@ def _refuse_request_without_kernel(params: SamplingParams, vllm_config: VllmConf
 def validate_request_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
-    if not options_ask_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
+    if not options_ask_for_beams(self.extra_args or {}):  # in forests, beams support min_p and logit_bias
         original(self, speculative_config)
 
 
 def _refuse_far_request_priority(priority: int) -> None:
-    """Refuse what cannot be sent to the engine: vLLM bounds the priority of a body, and not that of a header."""
+    """Refuse a priority that cannot be sent to the engine: vLLM bounds it in the body, but not in a header."""
     if not -(1 << 63) <= priority < 1 << 63:
         raise ValueError(f"priority={shown_option(priority)} has more than 64 bits; pass one closer to 0")
 
 
 def _refuse_long_request_lists(params: SamplingParams) -> None:
-    """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
-    from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
+    """Refuse lists that Model Runner V2 has no room for: they would end the engine."""
+    from vllm.v1.worker.gpu.sample import logit_bias  # here: a worker in this process must first patch torch for a CPU
 
     masked = params.all_stop_token_ids if params.min_tokens else ()
     bad = [token for word in params.bad_words_token_ids or () for token in word]
@@ -143,22 +143,22 @@ def _refuse_long_request_lists(params: SamplingParams) -> None:
     ):
         if len(tokens) > most:
             raise ValueError(
-                f"{len(tokens)} {name} are more than the {most} that Model Runner V2 takes; leave some out"
+                f"{len(tokens)} {name} are more than the {most} that Model Runner V2 supports; leave some out"
             )
 
 
 def _fit_request_lengths(params: SamplingParams, longest: int) -> None:
-    """Let numbers of tokens that no sequence reaches be the most that one may: a worker ends beyond 32 bits."""
+    """Cap `min_tokens` and `max_tokens` at the longest sequence: beyond 32 bits they would end a worker."""
     params.min_tokens = min(params.min_tokens, longest)
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, longest)
 
 
 def read_request(params: SamplingParams, processor: InputProcessor, tokenizer: Any) -> RequestData | None:
-    """The search that a request asks for, if any, and what it brings.
+    """The options of a request's search and the data that it brings; None if it does not ask for beams.
 
     Raises:
-        BeamRequestError: naming the option, its value and what would work.
+        BeamRequestError: names the option, its value and what would work.
     """
     with refusing_requests():
         beam = search_of_request(params, processor.vllm_config)
@@ -166,10 +166,10 @@ def read_request(params: SamplingParams, processor: InputProcessor, tokenizer: A
 
 
 def search_of_request(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
-    """The search that a request asks an engine for, if any.
+    """The options of a request's search, resolved for its engine; None if it does not ask for beams.
 
     Raises:
-        ValueError: naming the option, its value and what would work.
+        ValueError: names the option, its value and what would work.
     """
     refuse_request_marks(params.extra_args or {})
     beam = parse_options(params.extra_args)
@@ -183,33 +183,33 @@ def search_of_request(params: SamplingParams, vllm_config: VllmConfig) -> BeamPa
     refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
     refuse_request_half_texts(params)
     fields = sampling_params_matrix_fields(params)
-    refuse_sampling_params(fields, beam, caller.feature)  # before the engine has its say
+    refuse_sampling_params(fields, beam, caller.feature)  # before the engine's defaults apply
     check_contrast_option(beam.contrast, speculative_config_without_amateur(vllm_config))
     return resolve_options(beam, plugin_config_of(vllm_config), speculative_config_drafts(vllm_config), fields)
 
 
 def refuse_request_marks(extra_args: Mapping[str, Any]) -> None:
-    """Refuse marks that a client has sent.
+    """Refuse keys in `extra_args` that only the front end may set.
 
     Raises:
-        ValueError: naming the mark.
+        ValueError: names the key.
     """
     for name, kind in _SENT.items():
         if name in extra_args and not isinstance(extra_args[name], kind):
-            raise ValueError(f"{name} is a mark of the front end's own; leave it out")
+            raise ValueError(f"{name} is reserved for the front end; leave it out")
 
 
 def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
-    """Refuse what nobody reads in a beam request's `extra_args`; logits processors may read what is unknown here.
+    """Refuse keys of `extra_args` that nothing reads; custom logits processors may read any key.
 
     Raises:
-        ValueError: naming the key, its value and what would work.
+        ValueError: names the key, its value and what would work.
     """
     known = OPTIONS.keys() | _MARKS | _READ_BY_VLLM
     for name, value in extra_args.items():
         if name in SamplingParams.__struct_fields__:
             raise ValueError(
-                f"{name}={shown_option(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
+                f"{name}={shown_option(value)} has no effect in vllm_xargs (extra_args); it is a field of the request"
             )
         if name not in known and not engine_has_logits_processors(vllm_config):
             raise ValueError(
@@ -218,10 +218,10 @@ def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config:
 
 
 def why_no_request_after(engine_input: Any, vllm_config: VllmConfig) -> str | None:
-    """Why this engine does not search behind such a prompt, as vLLM's renderer returns it; None if it does.
+    """Why this engine does not search after such a prompt, as vLLM's renderer returns it; None if it does.
 
     Returns:
-        What follows the name of what was asked for.
+        A phrase that follows the name of the requested feature.
     """
     kind = engine_input["type"]
     if kind == "multimodal":
@@ -230,11 +230,11 @@ def why_no_request_after(engine_input: Any, vllm_config: VllmConfig) -> str | No
 
 
 def _why_no_request_with(shown: str, vllm_config: VllmConfig) -> str | None:
-    """Why rows of beams would not see what a prompt shows its own row besides tokens, if they would not."""
+    """Why rows of beams would not see the inputs of a prompt other than tokens; None if they would."""
     reasons = {
         f"works on {shown} only without a draft model, which does not see them; start vLLM without it, or let n-grams "
         "draft": speculative_config_drafts(vllm_config) == "model",
-        f"does not work on {shown} of a model whose images are attended in both directions; send text alone": shown
+        f"does not work on {shown} of a model whose images are attended in both directions; send only text": shown
         != "prompt_embeds"
         and vllm_config.model_config.is_mm_prefix_lm,
     }
@@ -242,13 +242,13 @@ def _why_no_request_with(shown: str, vllm_config: VllmConfig) -> str | None:
 
 
 def forget_unsent_request(processor: InputProcessor, engine_input: Any) -> None:
-    """Let a refused prompt's images, which the renderer takes for sent, be sent with the next prompt that has them."""
+    """Forget the images of a refused prompt, which the renderer considers sent, so that they can be sent again."""
     cache = processor.renderer.mm_processor_cache
     if cache is None or not isinstance(engine_input, dict) or engine_input.get("type") != "multimodal":
         return
     for modality, hashes in engine_input["mm_hashes"].items():
         for image, mm_hash in zip(engine_input["mm_kwargs"][modality], hashes, strict=True):
-            if image is not None:  # else the engine has it
+            if image is not None:  # otherwise the engine has it
                 cache.invalidate(mm_hash)
 
 
@@ -259,7 +259,7 @@ def _prepare_request(
     own_stop_token_ids: list[int] | None,
     processor: InputProcessor,
 ) -> None:
-    """Refuse what beam search cannot do for this request, and give it its ticket."""
+    """Refuse what beam search does not support in this request, and give it its ticket."""
     params, vllm_config, model_config = request.sampling_params, processor.vllm_config, processor.model_config
     assert params is not None
     beam, item_set = data.beam, data.item_set
@@ -287,11 +287,11 @@ def _prepare_request(
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
     if data.has_items:
-        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # few requests have items
+        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # here: few requests have items
 
         beam, num_beams = resolve_request_items(params, beam, item_set, vllm_config, processor.tokenizer)
     if sampling_params_have_grammar(params):
-        from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
+        from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # here: few requests need it
 
         prepare_request_grammar(
             params, request.prompt_token_ids or [], vllm_config.structured_outputs_config, processor.tokenizer
@@ -313,6 +313,6 @@ def _prepare_request(
     suppressed = model_suppressed_tokens(model_config, processor.generation_config_fields) if as_transformers else None
     of_model = eos_token_id, beam.model_dump(), caller, content, excluded, padding, suppressed
     ticket = GroupTicketMessage(params.n, *of_model)
-    dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
+    dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # in the ticket, or needed only by the front end
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1

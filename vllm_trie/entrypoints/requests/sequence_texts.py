@@ -1,4 +1,4 @@
-"""Read `allowed_sequences` that come as a JSON text piece by piece: between two pieces Python serves other threads."""
+"""Parses `allowed_sequences` in a JSON text piece by piece, so that other Python threads get a turn in between."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter
 from vllm_trie.options.parts import FAIL_FAST, MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, WRONG_SEQUENCES, Int64
 from vllm_trie.options.shown import shown_option
 
-PIECE = 1 << 16  # characters of a sequence of tokens that are read at once
-INSTEAD = "build a catalog of them, by python -m vllm_trie.catalog build"
+PIECE = 1 << 16  # characters of a token sequence that are parsed at a time
+INSTEAD = "build a catalog of them with python -m vllm_trie.catalog build"
 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[Int64], FAIL_FAST], config=ConfigDict(strict=True))
 _JSON = JSONDecoder()
@@ -20,14 +20,14 @@ _GAP = re.compile(r"[ \t\n\r]*")
 
 
 class _NoSequencesError(Exception):
-    """It is another text."""
+    """The text is not a list of sequences."""
 
 
 def request_sequences_of(text: str) -> list[str] | list[list[int]]:
-    """The strings, or lists of token ids, of a JSON text, which is read as far as there may be so many.
+    """The strings, or lists of token ids, of a JSON text; parsing stops once there are too many.
 
     Raises:
-        ValueError: naming the option, and what would work.
+        ValueError: names the option and what would work.
     """
     try:
         return _request_sequences(text)
@@ -36,9 +36,9 @@ def request_sequences_of(text: str) -> list[str] | list[list[int]]:
 
 
 def refuse_request_tokens(count: int) -> None:
-    """Refuse more tokens than a request may bring."""
+    """Refuse more tokens than a request may have."""
     if count > MOST_SEQUENCE_TOKENS:
-        raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCE_TOKENS:,} tokens; {INSTEAD}")
+        raise ValueError(f"allowed_sequences has more than {MOST_SEQUENCE_TOKENS:,} tokens; {INSTEAD}")
 
 
 def _request_sequences(text: str) -> list[Any]:
@@ -47,7 +47,7 @@ def _request_sequences(text: str) -> list[Any]:
     while True:
         place = _request_text_after_gap(text, place)
         if len(found) == MOST_SEQUENCES:
-            raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCES:,} entries; {INSTEAD}")
+            raise ValueError(f"allowed_sequences has more than {MOST_SEQUENCES:,} entries; {INSTEAD}")
         if text.startswith('"', place):
             entry, place = _JSON.raw_decode(text, place)
         else:
@@ -66,7 +66,7 @@ def _request_sequences(text: str) -> list[Any]:
 
 
 def _request_sequence_tokens(text: str, place: int, num_before: int) -> tuple[list[int], int]:
-    """The tokens of a list, and the place behind it."""
+    """The tokens of a list, and the position after it."""
     tokens: list[int] = []
     if (end := text.find("]", place)) < 0:
         raise _NoSequencesError
@@ -76,7 +76,7 @@ def _request_sequence_tokens(text: str, place: int, num_before: int) -> tuple[li
             piece = _TOKENS.validate_json(f"[{text[place : end if comma < 0 else comma]}]")
         except ValueError:
             raise _NoSequencesError from None
-        if not piece and (tokens or comma >= 0):  # nothing between two commas, or behind the last one
+        if not piece and (tokens or comma >= 0):  # nothing between two commas, or after the last one
             raise _NoSequencesError
         tokens += piece
         refuse_request_tokens(num_before + len(tokens))

@@ -1,1 +1,1 @@
-"""vLLM's server: its endpoints, its streams and its metrics."""
+"""Beams in vLLM's server: its endpoints, streams and metrics."""

@@ -1,6 +1,6 @@
-"""New versions of catalogs, and of lists of items, for a running engine.
+"""Loads new versions of catalogs and lists of items into a running engine.
 
-That is `/v1/catalogs` and `/v1/exclude` of the server; offline `vllm_trie.load_catalog` and `load_item_list`.
+In the server these are `/v1/catalogs` and `/v1/exclude`; offline `vllm_trie.load_catalog` and `load_item_list`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 Read = TypeVar("Read")
 
-# What begins with /v1 needs the server's API key.
+# The server requires its API key for all paths under /v1.
 router, list_router = APIRouter(prefix="/v1/catalogs"), APIRouter(prefix="/v1/exclude")
 
 
 @wraps_vllm("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
 def register_server_routers(original: Callable[[FastAPI], None], app: FastAPI) -> None:
-    """Servers have the routes below, too."""
+    """Add the routes below to a server."""
     original(app)
     app.include_router(router)
     app.include_router(list_router)
 
 
 def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
-    """Let an engine take a new version of a catalog; searches under way keep the old one.
+    """Load a new version of a catalog into an engine; running searches keep the old one.
 
     Args:
-        llm: Whose engine was started with `catalogs` and a `catalog_folder`.
-        name: Of the catalog.
-        file: In that folder.
+        llm: Its engine was started with `catalogs` and a `catalog_folder`.
+        name: The name of the catalog.
+        file: The name of a file in that folder.
 
     Returns:
-        What the catalog is now: name, items, bytes, digest.
+        The new version: name, items, bytes, digest.
 
     Raises:
         ValueError: there is no such catalog, or the engine may not take this file.
@@ -63,15 +63,15 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
 
 
 def load_item_list(llm: LLM, name: str, file: str) -> dict[str, Any]:
-    """Let an engine take a new version of a list of items to exclude; searches under way keep the old one.
+    """Load a new version of a list of items to exclude into an engine; running searches keep the old one.
 
     Args:
-        llm: Whose engine was started with `exclude` and a `catalog_folder`.
-        name: Of the list.
-        file: In that folder.
+        llm: Its engine was started with `exclude` and a `catalog_folder`.
+        name: The name of the list.
+        file: The name of a file in that folder.
 
     Returns:
-        Its name, and how many items are in it.
+        Its name and the number of its items.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
@@ -81,9 +81,9 @@ def load_item_list(llm: LLM, name: str, file: str) -> dict[str, Any]:
     return {"name": name, "items": len(ids)}
 
 
-# What OpenAPI says of these routes is named by what is here.
+# OpenAPI's names of these routes come from the names below.
 class NewVersion(BaseModel):
-    """What a client posts."""
+    """The body of a request to load a file."""
 
     model_config = ConfigDict(extra="forbid")
     file: str
@@ -91,7 +91,7 @@ class NewVersion(BaseModel):
 
 @router.get("")
 async def list_catalogs(request: Request) -> list[dict[str, Any]]:
-    """What there is, as this server knows it."""
+    """List the catalogs of this engine."""
     vllm_config = request.app.state.vllm_config
     if not has_beams(vllm_config):
         return []
@@ -101,7 +101,7 @@ async def list_catalogs(request: Request) -> list[dict[str, Any]]:
 
 @router.post("/{name}")
 async def load(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
-    """Take a new version of one."""
+    """Load a new version of a catalog."""
     state = request.app.state
     path, catalog = await _read(new_catalog_for_requests, state.vllm_config, name, version)
     await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
@@ -111,14 +111,14 @@ async def load(name: str, version: NewVersion, request: Request) -> dict[str, An
 
 @list_router.get("")
 async def list_item_lists(request: Request) -> list[str]:
-    """The names of the lists that requests may exclude."""
+    """List the names of the lists that requests may exclude."""
     vllm_config = request.app.state.vllm_config
     return [*plugin_config_of(vllm_config).exclude] if has_beams(vllm_config) else []
 
 
 @list_router.post("/{name}")
 async def load_list(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
-    """Take a new version of one."""
+    """Load a new version of a list."""
     state = request.app.state
     path, ids = await _read(new_item_list_for_requests, state.vllm_config, name, version)
     await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path, item_list_digest(ids)))
@@ -128,7 +128,7 @@ async def load_list(name: str, version: NewVersion, request: Request) -> dict[st
 async def _read(
     read: Callable[[VllmConfig, str, str], tuple[str, Read]], vllm_config: VllmConfig, name: str, version: NewVersion
 ) -> tuple[str, Read]:
-    """What is in a file that a client has named, read in a thread."""
+    """Read a file that a client has named, in a thread."""
     try:
         return await asyncio.to_thread(read, vllm_config, name, version.file)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Beams at /inference/v1/generate, where tokens come in and tokens go out (`vllm serve --enable-scale-out`).
+"""Beams at /inference/v1/generate, which takes and returns tokens (`vllm serve --enable-scale-out`).
 
-What a client writes there are vLLM's `SamplingParams`, as JSON: the options of a search stand in `extra_args`.
+Clients send vLLM's `SamplingParams` as JSON, with the options of a search in `extra_args`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_trie.supported_engines import has_beams
 async def serve_generate_endpoint(
     original: Callable[..., Awaitable[Any]], self: Any, request: GenerateRequest, *args: Any, **kwargs: Any
 ) -> Any:
-    """Answer, or say why not, as the endpoints for completions do."""
+    """Answer or refuse beam requests as the endpoints for completions do."""
     options = request.sampling_params.extra_args or {}
     if not options_ask_for_beams(options) or not has_beams(self.engine_client.vllm_config):
         return await original(self, request, *args, **kwargs)
     if request.stream and (whole := [name for name in ALL_AT_ONCE if options.get(name)]):
         raise BeamRequestError(
-            f"{whole[0]}={shown_option(options[whole[0]])} has no place in a stream here; leave stream out"
+            f"{whole[0]}={shown_option(options[whole[0]])} is not supported in a stream here; leave stream out"
         )
     if options.get("unit") != "step":
         mark_as_server_request(request.sampling_params)

@@ -1,9 +1,9 @@
-"""Beam groups seen from outside: Prometheus metrics beside vLLM's own, and a line of its log.
+"""Prometheus metrics of beam groups, in addition to vLLM's, and a line of its log.
 
-vLLM's front ends, `LLM` and each API server, pass the statistics of every step to the loggers of
-their `StatLoggerManager`. Where the engine has beam groups, ours is one of them. (The entry points
-for such loggers are no way in: one that is merely installed acts on every engine, makes those keep
-statistics that were told not to, and is not loaded by `LLM`.)
+vLLM's front ends, `LLM` and each API server, pass the statistics of every step to the loggers of their
+`StatLoggerManager`. If the engine has beam groups, the logger here is one of them. (vLLM's entry point for such loggers
+does not suit: an installed one acts on every engine, enables statistics where they are disabled, and is not loaded by
+`LLM`.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METRICS = {
 FINISHED = "groups_finished"
 _FINISHED_DOCUMENTATION = (
     "Beam groups that ended: stop, done before max_tokens; length, at max_tokens; abort, by the client; "
-    "error, for want of rows or KV blocks."
+    "error, for lack of rows or KV blocks."
 )
 
 
@@ -39,24 +39,24 @@ _FINISHED_DOCUMENTATION = (
 def add_server_metrics_logger(
     original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any
 ) -> None:
-    """Front ends show what beam groups do, where their engine has them."""
+    """Add the logger of beam groups to a front end whose engine has beams."""
     original(self, *args, **kwargs)
     call = arguments_to_vllm(original, self, *args, **kwargs)
     if not has_beams(call["vllm_config"]):
         return
     prometheus = next(known for known in self.stat_loggers if isinstance(known, PrometheusStatLogger))
-    writes_lines = call["enable_default_loggers"] and call["client_count"] == 1  # as vLLM: several see a part each
+    writes_lines = call["enable_default_loggers"] and call["client_count"] == 1  # as in vLLM: several see a part each
     beams = ServerMetricsLogger(prometheus, writes_lines, call["aggregate_engine_logging"])
-    self.stat_loggers.insert(0, beams)  # it takes what the others must not see
+    self.stat_loggers.insert(0, beams)  # first, as it removes what the others must not see
 
 
 class ServerMetricsLogger(AggregateStatLoggerBase):
     """Records what the scheduler reports about beam groups.
 
     Args:
-        prometheus: vLLM's logger; ours has its kind of metrics (Ray has others), labels and engines.
-        writes_lines: Whether `log`, which vLLM calls once per interval, writes a line per engine that
-            had beam groups since.
+        prometheus: vLLM's logger, whose kind of metrics (Ray has others), labels and engines are used.
+        writes_lines: Whether `log`, which vLLM calls once per interval, writes a line for each engine that had beam
+            groups in it.
         aggregates: Whether it writes one line for all engines instead.
     """
 
@@ -65,7 +65,7 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
         self._writes_lines = writes_lines
         self._aggregates = aggregates
         self._running = {engine: GroupStats() for engine in prometheus.engine_indexes}
-        self._interval: dict[int, GroupStats] = {}  # by engine, of those with beam groups
+        self._interval: dict[int, GroupStats] = {}  # by engine, if it had beam groups
 
     def record(
         self,
@@ -99,14 +99,14 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
                 logger.info("Engine %03d: %s", engine, describe_server_metrics(stats))
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 class _ServerMetrics:
     """The Prometheus metrics of all engines of one front end.
 
-    Of several API servers each has its own, and /metrics makes one of them: counters and what runs are
-    summed, of peaks the highest is taken.
+    Each of several API servers has its own metrics, which /metrics combines: counters and gauges of what is running are
+    summed, and of peaks it takes the highest.
     """
 
     def __init__(self, prometheus: PrometheusStatLogger) -> None:
@@ -142,13 +142,13 @@ class _ServerMetrics:
 
 
 def describe_server_metrics(stats: GroupStats) -> str:
-    """One interval, and what runs at its end, in the style of vLLM's own line."""
+    """The log line for one interval and what is running at its end, in the style of vLLM's."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in stats.groups_finished.items() if count)
     parts = {
         f"Beam groups running: {stats.groups_running} in {stats.rows_running} rows": True,
         f"finished: {sum(stats.groups_finished.values())}" + (f" ({reasons})" if reasons else ""): True,
         f"steps: {stats.steps}": True,
-        f"per target forward: {stats.steps_per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
+        f"per forward pass: {stats.steps_per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
         f"mean width: {stats.mean_width:.2f}": stats.drafted > 0,
         f"preemptions: {stats.preemptions}": stats.preemptions > 0,
         f"KV blocks shared: {stats.kv_blocks_shared}": True,

@@ -1,7 +1,7 @@
 """Beams over HTTP: `use_beam_search`, and `vllm_xargs={"beam_width": ...}`, at the OpenAI endpoints.
 
-Responses take the latter alone; messages, as Anthropic has them, are chats to vLLM. Of transcriptions and translations
-vLLM answers the best hypothesis alone: their `n` is a width, and nothing else.
+Responses take only the latter; vLLM handles Anthropic's messages as chats. For transcriptions and translations vLLM
+returns only the best hypothesis, so that their `n` is only a width.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
 
 _SEARCHABLE = (CompletionRequest, ChatCompletionRequest, TranscriptionRequest, TranslationRequest)
 
-NO_BEST_OF = ("best_of", 1)  # says nothing; clients that measure servers send it with every completion
+NO_BEST_OF = ("best_of", 1)  # has no effect; benchmark clients send it with every completion
 
-ALL_AT_ONCE = ("compact", "trace", "beam_results")  # options: what they return comes with the whole answer
+ALL_AT_ONCE = ("compact", "trace", "beam_results")  # options whose results come with the whole answer
 
-_IS_SERVED = "trie_beam_is_served"  # an attribute of parameters, which is no part of what is rendered of a prompt
+_IS_SERVED = "trie_beam_is_served"  # an attribute of parameters, and so not serialized
 
-_AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
+_AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which clients cannot send
 
 
 @wraps_vllm("to_sampling_params", *_SEARCHABLE, ResponsesRequest)
@@ -65,27 +65,27 @@ def to_served_sampling_params(
     _refuse_two_server_penalties(self)
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
-    draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
+    draws_steps = xargs.get("unit") == "step"  # by vLLM's sampler
     defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k == "stop_token_ids"}
     fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
-        fields["echo"] = False  # from which vLLM derives prompt_logprobs, as if the client had sent them
+        fields["echo"] = False  # otherwise vLLM derives prompt_logprobs from it
     with shortening_request_refusals():
         params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
-        params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
-    if not draws_steps:  # else it is known, and each candidate is a request of its own
+        params.skip_clone = False  # a long recording is several prompts with the same params object
+    if not draws_steps:  # a search by steps makes a request per candidate
         mark_as_server_request(params)
     return params
 
 
 def mark_as_server_request(params: SamplingParams) -> None:
-    """Note that these are the parameters of a beam request that came to a server; copies of them lose the note."""
+    """Mark parameters as those of a beam request to a server; copies lose the mark."""
     vars(params)[_IS_SERVED] = True
 
 
 def as_served_sampling_request(request: TextRequest) -> Any:
-    """The request as vLLM streams it: one of `use_beam_search` it refuses, before it makes parameters of it."""
+    """A copy of a `use_beam_search` request that vLLM will stream: it refuses to stream the original."""
     if not request.use_beam_search:
         return request
     xargs = {**(request.vllm_xargs or {}), _AS_SAMPLING: USE_BEAM_SEARCH}
@@ -96,7 +96,7 @@ def as_served_sampling_request(request: TextRequest) -> Any:
 def to_served_beam_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
-    """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
+    """Convert a `use_beam_search` request, and attach it to the parameters, which lack some of its fields."""
     _refuse_server_fields(self)
     _refuse_two_server_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
@@ -108,18 +108,17 @@ def to_served_beam_params(
 
 
 def _refuse_server_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
-    """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
+    """Refuse fields that would have no effect: vLLM ignores fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
-            f"logprobs={shown_option(request.logprobs)} with echo=True would tell of the prompt, where beams "
-            "report nothing; "
-            "leave one of them out"
+            f"logprobs={shown_option(request.logprobs)} with echo=True asks for log-probabilities of the prompt, which "
+            "beams do not report; leave one of them out"
         )
     extra = request.model_extra or {}
     unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
     for name, value in unknown.items():
         if name in OPTIONS:
-            raise BeamRequestError(f'{name}={shown_option(value)} is no field of a request; pass it in "vllm_xargs"')
+            raise BeamRequestError(f'{name}={shown_option(value)} is not a field of a request; pass it in "vllm_xargs"')
     with refusing_requests():
         refuse_other_option_names(unknown)
 
@@ -127,11 +126,11 @@ def _refuse_server_fields(request: TextRequest | ResponsesRequest | SpeechReques
 def _refuse_two_server_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Refuse a field of the request that `vllm_xargs` contradicts."""
     xargs = request.vllm_xargs or {}
-    if CALLER in xargs or isinstance(request, ResponsesRequest):  # the one became the other, or there is no such field
+    if CALLER in xargs or isinstance(request, ResponsesRequest):  # already merged, or without this field
         return
     own = request.length_penalty
     other = xargs.get("length_penalty", own)
-    if own not in (other, type(request).model_fields["length_penalty"].default):  # which forms fill in
+    if own not in (other, type(request).model_fields["length_penalty"].default):  # forms fill in defaults
         raise BeamRequestError(
             f"length_penalty={own} of the request is {shown_option(other)} in vllm_xargs; leave one of them out"
         )
@@ -139,7 +138,7 @@ def _refuse_two_server_penalties(request: TextRequest | ResponsesRequest | Speec
 
 @wraps_vllm("to_chat_completion_request", BatchChatCompletionRequest)
 def single_served_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
-    """Convert one chat of several."""
+    """Convert one chat of a batch, and refuse beams in it."""
     fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
     xargs = fields.get("vllm_xargs")
     if options_ask_for_beams(fields) or (isinstance(xargs, dict) and options_ask_for_beams(xargs)):
@@ -150,21 +149,21 @@ def single_served_chat(original: Callable[..., ChatCompletionRequest], self: Any
 
 
 def num_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
-    """How many prompts a request has: for completions they may come as a list of texts, or of lists of tokens."""
+    """How many prompts a request has: a completion may have a list of texts, or of lists of tokens."""
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
     return len(prompt) if prompt and isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
 def _refuse_several_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
-    """Of several prompts vLLM's response has what comes with the engine's output for the first."""
+    """Refuse several prompts with options whose results vLLM's response has only for the first prompt."""
     xargs = request.vllm_xargs or {}
     asked = [f"{name}=1" for name in ALL_AT_ONCE if xargs.get(name)]
     if asked and isinstance(request, SpeechRequest):
-        raise BeamRequestError(f"{asked[0]} has no place in the answer at this endpoint; leave it out")
+        raise BeamRequestError(f"{asked[0]} is not supported at this endpoint; leave it out")
     asked += ['unit="step"'] if xargs.get("unit") == "step" else []
     what = next(iter(asked), None)
     if what is not None and (count := num_server_prompts(request)) > 1:
-        raise BeamRequestError(f"{what} takes one prompt, and this request has {count}; send each by itself")
+        raise BeamRequestError(f"{what} takes one prompt, and this request has {count}; send each separately")
 
 
 def is_server_request(params: Any) -> bool:
@@ -173,10 +172,10 @@ def is_server_request(params: Any) -> bool:
 
 
 async def raise_errors_of_server(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a beam request that came to a server, which would not tell why one failed, or not even that.
+    """The outputs of a beam request to a server, which would otherwise hide the reason of a failure, or the failure.
 
     Raises:
-        GenerationError: it failed; the server answers with the reason.
+        GenerationError: the request failed; the server answers with the reason.
     """
     async with aclosing(outputs):
         async for output in outputs:
@@ -187,7 +186,7 @@ async def raise_errors_of_server(outputs: AsyncGenerator[RequestOutput, None]) -
 
 
 def end_response_without_calls(response: ChatCompletionResponse) -> None:
-    """vLLM 0.32 says of all that stops that it calls tools, where they are required: also where there is nothing."""
+    """Correct vLLM 0.32, which with required tools reports "tool_calls" for every stop, even without a call."""
     for choice in response.choices:
         if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
             choice.finish_reason = "stop"

@@ -1,7 +1,7 @@
-"""Streams of one token a part, for parsers of reasoning and of tool calls.
+"""Streams with one token per part, for parsers of reasoning and of tool calls.
 
-A search sends as many tokens at once as have become certain. Parsers of vLLM's look for marks among the tokens of a
-part: some take a mark that others follow for text, some take no second token at all.
+A search sends as many tokens at once as have become certain. vLLM's parsers look for marks among the tokens of a part:
+some take a mark that other tokens follow for text, and some ignore all but one token.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ ParsedRequest = TypeVar("ParsedRequest", ChatCompletionRequest, ResponsesRequest
 
 
 def asking_single_token_stream(request: ParsedRequest) -> ParsedRequest:
-    """A copy of a request, whose stream has one token in each part."""
+    """A copy of a request that asks for a stream with one token per part."""
     return request.model_copy(update={"vllm_xargs": {**(request.vllm_xargs or {}), SINGLE_TOKENS: BEAM_WIDTH}})
 
 
 def asks_single_token_stream(params: Any) -> bool:
-    """Whether these are the parameters of such a request."""
+    """Whether these parameters ask for a stream with one token per part."""
     return isinstance(params, SamplingParams) and isinstance((params.extra_args or {}).get(SINGLE_TOKENS), Caller)
 
 
 async def single_token_stream(
     outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of such a request, which has one answer."""
+    """Split the outputs of a request with one answer into parts of one token."""
     detokenizer = None
     async with aclosing(outputs):
         async for output in outputs:
@@ -51,7 +51,7 @@ async def single_token_stream(
 def _stream_detokenizer(
     prompt: list[int] | None, params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> IncrementalDetokenizer:
-    """One like that of the engine's client, which is given several tokens at once."""
+    """A detokenizer like that of the engine's client, which receives several tokens at once."""
     params = copy(params)
     params.extra_args = {TICKET: {}}  # see `entrypoints.answers.answer_start`
     nothing = {"mm_features": None, "pooling_params": None, "lora_request": None, "cache_salt": None}
@@ -67,10 +67,10 @@ def _stream_detokenizer(
 
 
 def single_token_stream_parts(output: RequestOutput, detokenizer: IncrementalDetokenizer) -> Iterator[RequestOutput]:
-    """A part of a stream, as if its tokens had come one by one.
+    """Split a part of a stream, as if its tokens had come one by one.
 
     Args:
-        detokenizer: That of the stream, given what came before this part.
+        detokenizer: Of this stream; it has received all tokens before this part.
     """
     (whole,) = output.outputs
     text, tokens, logprobs = whole.text, [*whole.token_ids], whole.logprobs

@@ -1,6 +1,6 @@
-"""Transcriptions and translations by beams: the prompt that Whisper was trained with, and all segments of an answer.
+"""Transcriptions and translations by beams: gives Whisper the prompt format of its training, and keeps all segments.
 
-Ordinary requests are answered as vLLM answers them.
+Requests without beams are unchanged.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.server.server import SpeechRequest
 from vllm_trie.options.request import options_ask_for_beams
 
-MARKS = ["<|startofprev|>", "<|0.00|>"]  # of the fields of `SpeechMarks`
-_ends: ContextVar[dict[float, float]] = ContextVar("trie_beam_speech_ends")  # by the second at which a part begins
+MARKS = ["<|startofprev|>", "<|0.00|>"]  # the texts of the fields of `SpeechMarks`
+_ends: ContextVar[dict[float, float]] = ContextVar("trie_beam_speech_ends")  # starts of parts -> ends, in seconds
 
 
 class SpeechMarks(NamedTuple):
-    """Tokens of Whisper's."""
+    """Special tokens of Whisper."""
 
-    previous: int  # before what was said before
-    first: int  # of the timestamps, of which there are 50 a second
+    previous: int  # precedes the previous text
+    first: int  # the first timestamp; there are 50 per second
 
 
 def speech_asks_for_beams(request: SpeechRequest) -> bool:
-    """Whether a transcription is to be searched."""
+    """Whether a transcription or translation asks for beams."""
     return bool(request.use_beam_search) or options_ask_for_beams(request.vllm_xargs or {})
 
 
@@ -40,12 +40,12 @@ async def preprocess_speech(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Any], float, list[float]]:
-    """The parts of a recording, how long it is, and when each begins."""
+    """The prompts of the parts of a recording, its duration, and the start of each part, in seconds."""
     marks = speech_marks(self) if speech_asks_for_beams(request) else None
     if marks is None:
         return await original(self, request, *args, **kwargs)
     said = request.prompt
-    request.prompt = ""  # before which vLLM 0.32 would write `<|prev|>`, which is no token of Whisper's
+    request.prompt = ""  # vLLM 0.32 would put `<|prev|>` before it, which is not a token of Whisper
     parts, duration, starts = await original(self, request, *args, **kwargs)
     request.prompt = said
     _ends.set(dict(zip(starts, [*starts[1:], duration], strict=True)))
@@ -57,7 +57,7 @@ async def preprocess_speech(
 
 
 def speech_marks(serving: SpeechToTextBaseServing) -> SpeechMarks | None:
-    """Whisper's marks of what was said before, and of the first timestamp; None for other models."""
+    """Whisper's tokens for the previous text and the first timestamp; None for other models."""
     if (tokenizer := getattr(serving, "tokenizer", None)) is None:  # a model without timestamps
         return None
     marks = tokenizer.convert_tokens_to_ids(MARKS)
@@ -66,12 +66,12 @@ def speech_marks(serving: SpeechToTextBaseServing) -> SpeechMarks | None:
 
 
 def _said_before(text: str, marks: SpeechMarks, tokenizer: Any, max_model_len: int) -> list[int]:
-    """What was said before, as Whisper has it in front of a prompt: its last tokens, half of all are for the answer.
+    """The previous text as Whisper expects it before a prompt: its last tokens, as half of `max_model_len` is reserved.
 
-    Marks in it count for nothing. Source: transformers 5.19 `WhisperTokenizer.get_prompt_ids`.
+    Special tokens in it are dropped. Source: transformers 5.19 `WhisperTokenizer.get_prompt_ids`.
     """
     tokens = tokenizer.encode(f" {text.strip()}", add_special_tokens=False)
-    said = [token for token in tokens if token < tokenizer.eos_token_id]  # the first of all marks
+    said = [token for token in tokens if token < tokenizer.eos_token_id]  # the first special token
     return [marks.previous, *said[-(max_model_len // 2 - 1) :]]
 
 
@@ -82,7 +82,7 @@ def get_all_segments(
     *args: Any,
     **kwargs: Any,
 ) -> list[Any]:
-    """The segments of an answer: none of an empty one, and the last ends with the recording if it names no end."""
+    """The segments of an answer, none if it is empty; a last segment without an end ends with its part."""
     call = arguments_to_vllm(original, self, *args, **kwargs)
     tokens, start_time = call["tokens"], call["start_time"]
     marks = speech_marks(self) if speech_asks_for_beams(call["request"]) else None

@@ -1,9 +1,8 @@
 """`stream=true` with beams.
 
-A search with one answer streams it as vLLM streams any other: the engine sends what all beams have in common as soon as
-they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, `beam_results`, traces, searches by
-steps, and tool calls, which are parsed from a whole text, are known when the search is over: each choice is one chunk
-then.
+A search with one answer is streamed like any other: the engine sends what all beams have in common as soon as it is
+certain (`engine/answer_prefix.py`). Several answers, `compact`, `beam_results`, traces, searches by steps, and tool
+calls, which are parsed from a whole text, are known only at the end: then each choice is one chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ async def create_server_response(
     original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None
 ) -> Any:
     is_search = request.use_beam_search or options_ask_for_beams(request.vllm_xargs or {})
-    if request.use_beam_search:  # 0.32 looks for a priority among the headers of all other requests
+    if request.use_beam_search:  # 0.32 reads the header's priority only for other requests
         request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
     has_own_fields = is_search and _asks_own_response_fields(request) and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
@@ -56,14 +55,14 @@ async def create_server_response(
         streamed = as_served_sampling_request(request)
         if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
             streamed = asking_single_token_stream(streamed)
-        with noting_answer_outputs() as noted:  # `use_beam_search` asks the engine when its first event is awaited
+        with noting_answer_outputs() as noted:  # `use_beam_search` calls the engine when its first event is awaited
             events = await original(self, streamed, raw_request)
             return (
                 await _stream_after_refusals(events, request, noted) if isinstance(events, AsyncGenerator) else events
             )
     if isinstance(self, AnthropicServingMessages):
         raise BeamRequestError(
-            'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
+            'messages with compact, beam_results, trace, unit="step" or tools cannot be streamed; leave stream out'
         )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
     with noting_answer_outputs() as outputs:
@@ -81,7 +80,7 @@ async def create_server_response(
 async def respond_with_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""
+    """Hold back the two events that vLLM sends before it calls the engine, so that a refusal becomes a 400."""
     if not options_ask_for_beams(request.vllm_xargs or {}):
         return await original(self, request, *args, **kwargs)
     if request.stream and self.parser is not None:
@@ -93,7 +92,7 @@ async def respond_with_stream(
 
 
 async def chained_stream(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The events of a stream, some of which were taken out of it."""
+    """The events of a stream, after the first ones that were already taken from it."""
     async with aclosing(others):
         for event in first:
             yield event
@@ -106,14 +105,14 @@ def _asks_own_response_fields(request: Request) -> bool:
 
 
 def _completed_server_response(response: Any, is_search: bool, has_own_fields: bool) -> Any:
-    """A response, or an error, as a client of a search gets it."""
+    """A response, or an error, in the form for clients of a search."""
     if is_search and isinstance(response, ChatCompletionResponse):
         end_response_without_calls(response)
     return _server_response_with_fields(response) if has_own_fields else response
 
 
 def _server_response_with_fields(response: Any) -> Any:
-    """The response with what came with the engine's output, and has a field of its own: a trace, `beam_results`."""
+    """Move a trace and `beam_results` from the engine's output to separate fields of the response."""
     if isinstance(response, Response) and PLUGIN_NAME in (params := response.kv_transfer_params or {}):
         others = {**params.pop(PLUGIN_NAME)}
         if "trace" in others:
@@ -139,7 +138,7 @@ def _is_streamed_early(request: Request) -> bool:
 async def _stream_after_refusals(
     events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None] | ErrorResponse:
-    """The events of a stream, or the error that is its first: so a refusal is a 400, as without a stream.
+    """The events of a stream, or its first event if that is an error, so that a refusal becomes a 400.
 
     Awaits the first event, before which there is nothing to send.
     """
@@ -160,13 +159,13 @@ async def first_stream_event(events: AsyncGenerator[str, None]) -> str | ErrorRe
 async def _stream_with_every_end(
     first: str, events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
-    """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then.
+    """The events of a stream, and an end for each search that found nothing, for which vLLM sends none.
 
     Args:
-        noted: By prompt, the last output of the engine's so far.
+        noted: By prompt, the engine's last output so far.
     """
     without_end = {*range(len(noted))}
-    async with aclosing(events):  # a client that vanishes takes its search with it
+    async with aclosing(events):  # a client that disconnects ends its search
         event = first
         while True:
             if '"finish_reason":"' in event:
@@ -187,7 +186,7 @@ async def _stream_with_every_end(
 
 
 def _stream_end_of_nothing(index: int, last: CompletionOutput, first: dict[str, Any], request: Request) -> str:
-    """The one chunk of a choice for which there is no hypothesis, or none yet."""
+    """The only chunk of a choice without a hypothesis."""
     end = {"index": index, "logprobs": None, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
     if isinstance(request, ChatCompletionRequest):
         chunk = {**first, "choices": [{**end, "delta": {}}]}
@@ -206,7 +205,7 @@ def _parsed_stream_event(event: str) -> dict[str, Any]:
 def _stream_usages(
     self: Any, request: Request, response: Response, outputs: list[RequestOutput]
 ) -> list[dict[str, Any]]:
-    """The usage of each choice, as vLLM streams it: of its own prompt and its own tokens."""
+    """The usage of each choice, as vLLM streams it: its prompt's tokens and its own."""
     usages = []
     for output in outputs:
         num_prompt_tokens = len(output.prompt_token_ids or ()) + len(output.encoder_prompt_token_ids or ())
@@ -220,11 +219,11 @@ def _stream_usages(
             usages.append(usage.model_dump(mode="json", exclude_none=True))
     if len(usages) == len(response.choices):
         return usages
-    return [response.usage.model_dump(mode="json", exclude_none=True)] * len(response.choices)  # of vLLM's own loop
+    return [response.usage.model_dump(mode="json", exclude_none=True)] * len(response.choices)  # of vLLM's client loop
 
 
 def _num_streamed_reasoning_tokens(self: Any, request: Request, found: CompletionOutput) -> int:
-    """As vLLM counts them in a whole chat: some parsers know once they have parsed it."""
+    """Count reasoning tokens as vLLM does in a whole chat; some parsers can count only after parsing."""
     assert isinstance(request, ChatCompletionRequest)
     if self.parser_cls is None:
         return 0
@@ -237,10 +236,10 @@ def _num_streamed_reasoning_tokens(self: Any, request: Request, found: Completio
 async def _stream_events(
     response: Response, has_usage: bool, usages: list[dict[str, Any]] | None
 ) -> AsyncGenerator[str, None]:
-    """The response as server-sent events: a chunk per choice, and maybe one that has the usage alone.
+    """The response as server-sent events: a chunk per choice, and perhaps one with only the usage.
 
     Args:
-        usages: Of each choice, if its chunk has it.
+        usages: The usage of each choice, if chunks have it.
     """
     for chunk in _stream_chunks(response, has_usage, usages):
         yield f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
@@ -250,7 +249,7 @@ async def _stream_events(
 def _stream_chunks(
     response: Response, has_usage: bool, usages: list[dict[str, Any]] | None
 ) -> Iterator[dict[str, Any]]:
-    """The fields of our own are large: the last choice's chunk alone has them."""
+    """The chunks of a response; only the last choice's chunk has the plugin's fields, which are large."""
     own = {name: value for name, value in (response.model_extra or {}).items() if name in OWN_FIELDS}
     common = response.model_dump(mode="json", exclude={"choices", "usage", *own}, exclude_none=True)
     usage = response.usage.model_dump(mode="json", exclude_none=True)

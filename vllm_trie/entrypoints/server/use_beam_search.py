@@ -1,4 +1,4 @@
-"""`use_beam_search`: what asks servers for vLLM's own beams is searched in the engine, and answered as they are."""
+"""Runs `use_beam_search` requests to servers in the engine, and answers them as vLLM's own beam search does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
 
-# Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
+# Beam search does not sample: sampling fields of the client or of generation_config.json have no effect.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
 
 
@@ -29,7 +29,7 @@ _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None
 async def serve_beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Servers search in the engine, where it has beams."""
+    """Search in the engine if it has beams and supports the request, else in vLLM's own loop."""
     call = arguments_to_vllm(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
     prompt, params = call["prompt"], call["params"]
     request: TextRequest | SpeechRequest | None = vars(params).get("request")
@@ -66,18 +66,18 @@ async def serve_beam_search(
 
 
 def _is_served_at_once(params: BeamSearchParams) -> bool:
-    """Whether vLLM's own loop asks the engine for nothing, and answers with one empty hypothesis."""
+    """Whether vLLM's own loop answers with one empty hypothesis without calling the engine."""
     return params.max_tokens == 0
 
 
 def _served_beam_search_params(
     request: TextRequest | SpeechRequest, params: BeamSearchParams, max_logprobs: int
 ) -> SamplingParams:
-    """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
+    """The parameters of a `use_beam_search` request; its `n` is the width, unless `vllm_xargs` has one."""
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := options_ask_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
-    is_speech = isinstance(request, SpeechRequest)  # of which vLLM's rules would repeat the end up to `max_tokens`
+    is_speech = isinstance(request, SpeechRequest)  # vLLM's rules would repeat its end up to `max_tokens`
     if not is_speech and all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
         xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
@@ -85,7 +85,7 @@ def _served_beam_search_params(
     copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
     sampling_params = copied.to_sampling_params(params.max_tokens, {})
     if is_speech:
-        sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
+        sampling_params.temperature = 1.0  # vLLM's default here is greedy decoding
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
     if (asked := sampling_params.logprobs) is not None:
         sampling_params.logprobs = _num_served_logprobs(asked, 2 * params.beam_width, max_logprobs)
@@ -93,7 +93,7 @@ def _served_beam_search_params(
 
 
 def _num_served_logprobs(asked: int, vllms_own: int, most: int) -> int:
-    """vLLM's own loop reports as many log-probabilities as it has, `vllms_own`, however many are asked for."""
+    """The number of log-probabilities to report: of all, -1, vLLM's own loop reports `vllms_own`."""
     num = vllms_own if asked == -1 else asked
     return num if most == -1 else min(num, most)
 
@@ -101,22 +101,22 @@ def _num_served_logprobs(asked: int, vllms_own: int, most: int) -> int:
 def _served_as_by_vllm(
     output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
 ) -> None:
-    """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
+    """Answer as vLLM's loop: the EOS token is the stop reason, and is left out of the tokens unless requested."""
     if _is_served_at_once(params):
         output.outputs[0].token_ids = _Tokens()
         return
     for hypothesis in output.outputs:
-        if not hypothesis.token_ids or hypothesis.token_ids[-1] not in eos_token_ids:  # it ends with an item, say
+        if not hypothesis.token_ids or hypothesis.token_ids[-1] not in eos_token_ids:  # such as an item's end
             continue
         if hypothesis.finish_reason == "stop" and hypothesis.stop_reason is None:
             hypothesis.stop_reason = eos_token_id
-        ends = hypothesis.stop_reason in eos_token_ids or hypothesis.finish_reason == "abort"  # which tells no reason
+        ends = hypothesis.stop_reason in eos_token_ids or hypothesis.finish_reason == "abort"  # without stop reason
         if ends and not params.include_stop_str_in_output:
             hypothesis.token_ids = _Tokens(hypothesis.token_ids[:-1])
 
 
 class _Tokens(list[int]):
-    """Tokens of a stream's last part, perhaps none: vLLM takes what is false for no part at all."""
+    """Tokens of a stream's last part, true even if empty: vLLM would skip a part that is false."""
 
     def __bool__(self) -> bool:
         return True

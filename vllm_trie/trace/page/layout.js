@@ -1,12 +1,12 @@
-// Where the nodes of a trace lie: pure functions, without a page. A trace is what `vllm_trie.trace.Trace` describes.
+// Places the nodes of a trace, by pure functions without a page. `vllm_trie.trace.Trace` documents the trace.
 "use strict";
 
 const TraceLayout = (() => {
   const BEAM = 0, FINISHED = 1, DRAFT = 2; // kinds of nodes
   const NEVER = 1 << 30;
-  const PROMPT = -1; // in place of a parent: the prompt
+  const PROMPT = -1; // as a parent: the prompt
 
-  /** The trace in an answer: a response of a server, or the trace alone. */
+  /** The trace in an answer, which is a server's response or only the trace. */
   function read(answer) {
     const own = ((answer.kv_transfer_params || {}).trie_beam || {}).trace;
     const trace = answer.returned ? answer : answer.trace || own;
@@ -19,14 +19,14 @@ const TraceLayout = (() => {
   }
 
   /**
-   * All nodes, column by column: one column a step, from top to bottom in an order in which no two edges cross.
+   * All nodes, column by column: one column per step, from top to bottom in an order without crossing edges.
    *
    * Returns arrays by node: `step`, `lane` (its height, in lanes), `parent` (a node, or PROMPT), `token`, `score` (nats,
    * NaN for drafts that were not accepted), `kind`, `slot` (of a beam) or `number` (of a finished hypothesis) in `place`,
    * `drafted` (1: drafted, 2: and accepted), `lastLive` (the last step in which a beam descends from it), `firstFinished`
-   * (the first step in which a hypothesis finishes that goes through it), `rank` (of a returned one, from 0; else -1),
+   * (the first step in which a hypothesis through it finishes), `rank` (of a returned hypothesis, from 0; else -1),
    * `filled` (the last node before it whose token fills a KV block, or PROMPT).
-   * Column s is `columns[s]` up to `columns[s + 1]`; `nodeOf[s][slot]` finds a beam, `nodeOfFinished[number]` the others.
+   * Column s is `columns[s]` up to `columns[s + 1]`; `nodeOf[s][slot]` is a beam, `nodeOfFinished[number]` a hypothesis.
    */
   function layout(trace, showsDrafts = true) {
     const count = numSteps(trace);
@@ -98,7 +98,7 @@ const TraceLayout = (() => {
     return { ...arrays(nodes, columns, height, fills), columns, nodeOf, nodeOfFinished, height, numSteps: count };
   }
 
-  /** The drafts of all forests by the step beside whose beams they lie. */
+  /** The drafts of all forests, by the step to which they belong. */
   function draftsByStep(trace, count) {
     const bySteps = Array.from({ length: count }, () => []);
     trace.forests.forEach((forest, index) => {
@@ -151,8 +151,8 @@ const TraceLayout = (() => {
   }
 
   /**
-   * Lanes for ascending wishes: at least 1 apart, within 0 and height - 1, as near to the wishes as possible, by least
-   * squares (pools of adjacent violators).
+   * Lanes for ascending wishes: at least 1 apart, within 0 and height - 1, and closest to the wishes by least squares
+   * (pool adjacent violators).
    */
   function spread(wanted, height) {
     const sums = [], sizes = [];
@@ -180,11 +180,11 @@ const TraceLayout = (() => {
   }
 
   /**
-   * The KV blocks of generated tokens that beams read once `step` is done.
+   * The KV blocks with generated tokens that beams read after `step`.
    *
-   * Returns `beams` (nodes, top to bottom), `owners`: by beam, by block: the node whose token filled the block, for all
-   * that descend from it, and last, as no other reads the block that is being filled, the beam itself; `sharers`: by
-   * owner, how many beams read the block; and `numPrompt`, full blocks of the prompt, which all share.
+   * Returns `beams` (nodes, top to bottom); `owners`, by beam and block: the node whose token filled the block, and last
+   * the beam itself, as only it reads the block that is being filled; `sharers`, by owner: how many beams read the
+   * block; and `numPrompt`, the full blocks of the prompt, which all share.
    */
   function blocks(trace, nodes, step) {
     const beams = [];
@@ -201,7 +201,7 @@ const TraceLayout = (() => {
     return { beams, owners, sharers, numPrompt: Math.floor(trace.prompt_length / trace.block_size) };
   }
 
-  /** "running", "dead", "finished", "returned" or "draft": what a node is once `step` is done. */
+  /** The state of a node after `step`: "running", "dead", "finished", "returned" or "draft". */
   function state(nodes, node, step) {
     if (nodes.kind[node] === DRAFT) return "draft";
     if (nodes.kind[node] === FINISHED) return nodes.rank[node] >= 0 ? "returned" : "finished";

@@ -3,13 +3,13 @@
 
 const TraceView = (() => {
   const L = TraceLayout;
-  const ZOOMS = [[3, 2], [6, 3], [12, 4], [24, 7], [56, 12], [80, 16], [112, 22]]; // pixels of a step, and of a lane
+  const ZOOMS = [[3, 2], [6, 3], [12, 4], [24, 7], [56, 12], [80, 16], [112, 22]]; // pixels per step, and per lane
   const MARGIN = 24;
-  const LABELLED_FROM = 12; // pixels of a lane
-  const MOST_PIXELS = [8192, 4096]; // of a picture that is kept
-  const MOST_OTHERS = 200; // hypotheses that are listed and were not returned
-  const MOST_SHOWN = 240; // characters that lead to what is selected
-  const FRAME = 120; // milliseconds of a step that plays
+  const LABELLED_FROM = 12; // pixels per lane
+  const MOST_PIXELS = [8192, 4096]; // of a cached picture
+  const MOST_OTHERS = 200; // hypotheses in the list that were not returned
+  const MOST_SHOWN = 240; // characters of the text up to the selected node
+  const FRAME = 120; // milliseconds per step while playing
 
   const COLOURS = ["text", "muted", "dead", "live", "drafted", "draft", "finished", "returned", "selected", "paper", "shared"];
 
@@ -27,7 +27,7 @@ const TraceView = (() => {
       this.refresh();
     }
 
-    // What there is on the page.
+    // The elements of the page.
 
     build(element) {
       element.classList.add("trie-trace");
@@ -119,14 +119,14 @@ const TraceView = (() => {
       signal.addEventListener("abort", () => observer.disconnect());
     }
 
-    /** Lets go of the page, which shows another view now. */
+    /** Releases the page, which shows another view now. */
     close() {
       this.pause();
       cancelAnimationFrame(this.frameRequest);
       this.ending.abort();
     }
 
-    // What is shown.
+    // The state of the view.
 
     arrange(showsDrafts) {
       const was = this.selected === L.PROMPT ? null : this.named(this.selected);
@@ -170,7 +170,7 @@ const TraceView = (() => {
       const right = this.x(this.step) + MARGIN, { scrollLeft, clientWidth } = this.frame;
       if (right > scrollLeft + clientWidth) this.frame.scrollLeft = right - clientWidth;
       if (this.x(this.step) < scrollLeft) this.frame.scrollLeft = this.x(this.step) - clientWidth / 2;
-      this.tell(); // after all that asks for the layout
+      this.tell(); // after all code that reads the layout
       this.status.textContent = this.sentence();
     }
 
@@ -224,7 +224,7 @@ const TraceView = (() => {
       this.select(to, true);
     }
 
-    /** Where a key leads from the node that is selected; undefined where it leads nowhere. */
+    /** The node to which a key moves the selection, or undefined. */
     neighbour(key) {
       const { parent, step, columns, nodeOfFinished } = this.nodes, at = this.selected;
       if (key === "End" && this.trace.returned.length) return nodeOfFinished[this.trace.returned[0]];
@@ -236,7 +236,7 @@ const TraceView = (() => {
       return key === "ArrowRight" ? this.heir(at) : undefined;
     }
 
-    /** The child that lives longest: on the way to what is returned, or else to what finishes, before all others. */
+    /** The child that lives longest, where children on the way to returned, then to finished hypotheses come first. */
     heir(node) {
       const { parent, step, columns, lastLive, firstFinished } = this.nodes;
       const worth = (child) => lastLive[child] + (firstFinished[child] < L.NEVER ? this.numSteps : 0);
@@ -288,7 +288,7 @@ const TraceView = (() => {
       if (!this.frameRequest) this.frameRequest = requestAnimationFrame(() => this.draw());
     }
 
-    /** Sizes, colours or nodes have changed. */
+    /** Update after a change of sizes, colours or nodes. */
     refresh() {
       const styles = getComputedStyle(this.frame);
       this.colour = Object.fromEntries(COLOURS.map((name) => [name, styles.getPropertyValue(`--${name}`).trim()]));
@@ -306,7 +306,7 @@ const TraceView = (() => {
       return this.nodes.height * this.scale[1] + MARGIN;
     }
 
-    /** The step or what is selected has changed. */
+    /** Update after a change of the step or the selection. */
     tell() {
       this.areBlocksDrawn = false;
       this.slider.value = this.step + 1;
@@ -316,7 +316,7 @@ const TraceView = (() => {
       this.later();
     }
 
-    /** Fits a canvas to its place, and returns what draws on it, in pixels of CSS. */
+    /** Fits a canvas to its place, and returns its drawing context, in CSS pixels. */
     surface(canvas, width, height) {
       const ratio = window.devicePixelRatio || 1;
       if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -356,7 +356,7 @@ const TraceView = (() => {
       this.areBlocksDrawn = true;
     }
 
-    /** Where nodes are small and many: all of them as they are once dead, kept, and drawn under those that are not. */
+    /** If nodes are small and many: a cached picture of all of them as dead ones, drawn below the others. */
     picture() {
       const ratio = window.devicePixelRatio || 1;
       if (this.scale[1] > 4 || this.width * ratio > MOST_PIXELS[0] || this.height * ratio > MOST_PIXELS[1]) return null;
@@ -372,7 +372,7 @@ const TraceView = (() => {
       return this.pale;
     }
 
-    /** Nodes that may be in view, by how they are drawn, what is drawn first first. */
+    /** Nodes that may be in view, by state, in the order in which they are drawn. */
     seen(first, last, top, bottom) {
       const { lane, parent, columns, kind, drafted } = this.nodes;
       const found = { draft: [], dead: [], drafted: [], running: [], finished: [], returned: [] };
@@ -419,7 +419,7 @@ const TraceView = (() => {
       context.stroke();
     }
 
-    /** Beams are squares, drafts that were accepted diamonds, finished hypotheses circles, open unless they return. */
+    /** Beams are squares, accepted drafts diamonds, finished hypotheses circles, open unless they were returned. */
     drawNodes(context, nodes, state) {
       const size = Math.min(this.scale[0] / 3, this.scale[1] / 2.5, 5);
       const ends = state === "finished" || state === "returned", radius = Math.max(ends ? size * 1.3 : size, ends ? 2.5 : 0.75);
@@ -462,7 +462,7 @@ const TraceView = (() => {
     }
 
     drawBlocks() {
-      const step = Math.min(this.step, this.trace.tokens.length - 1); // in the last one nothing goes on
+      const step = Math.min(this.step, this.trace.tokens.length - 1); // after the last step there are no beams
       const { beams, owners, sharers, numPrompt } = L.blocks(this.trace, this.nodes, Math.max(step, 0));
       const count = beams.length, numColumns = count ? owners[0].length + (numPrompt ? 1 : 0) : 0;
       const lane = Math.max(2, Math.min(14, Math.floor(256 / Math.max(count, 1))));
@@ -470,7 +470,7 @@ const TraceView = (() => {
       const context = this.surface(this.blocksCanvas, Math.max(1, numColumns * width), Math.max(1, count * lane));
       const gap = lane > 2 ? 1 : 0, rows = numPrompt ? owners.map((own) => [L.PROMPT, ...own]) : owners;
       for (let column = 0; column < numColumns; column++) {
-        for (let row = 0, end; row < count; row = end) { // beams that share a block lie side by side
+        for (let row = 0, end; row < count; row = end) { // beams that share a block are adjacent
           const owner = rows[row][column], number = owner === L.PROMPT ? count : sharers.get(owner);
           end = row + number;
           const colour = number === count ? this.colour.shared : `hsl(${(owner * 137.5) % 360} 60% 55%)`;
@@ -515,10 +515,10 @@ const TraceView = (() => {
     }
   }
 
-  const views = new WeakMap(); // by element, the one that it has
+  const views = new WeakMap(); // by element
 
   function show(element, answer) {
-    const trace = L.read(answer); // or the element keeps its view
+    const trace = L.read(answer); // first, so that on an error the element keeps its view
     if (views.has(element)) views.get(element).close();
     const view = new View(element, trace);
     views.set(element, view);

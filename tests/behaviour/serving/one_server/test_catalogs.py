@@ -69,7 +69,7 @@ def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
     for name, file, why in (
         ("books", "newer.txt", "exclude_list='books' is unknown; known: blocked"),
         ("blocked", "../log", "is not in trie_beam.catalog_folder"),
-        ("blocked", "words.txt", "is no list of items: invalid literal"),
+        ("blocked", "words.txt", "is not a list of items: invalid literal"),
         ("blocked", "none.txt", "cannot be read"),
     ):
         refusal = replace(name, file)
@@ -91,7 +91,7 @@ def test_half_a_character_is_refused(server: Server) -> None:
         body = {"model": "target", "prompt": PROMPT, "vllm_xargs": {"beam_width": 2, **xargs}}
         refusal = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON)  # in escapes
         assert refusal.status_code == 400
-        assert f"{name} has half a character, " in refusal.text
+        assert f"{name} has half of a surrogate pair, " in refusal.text
 
 
 def test_a_new_version_is_taken_and_counted(server: Server) -> None:

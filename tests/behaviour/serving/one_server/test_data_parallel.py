@@ -88,7 +88,7 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
         (beams(4, speculation=1), "speculation=1 is unknown; known: 'auto', 'exact', 'sample', 'off'"),
         (beams(4, do_sample=2), "do_sample=2 is neither true nor false"),
         (beams(4, draft_widht=8), "unknown option draft_widht=8; did you mean draft_width?"),
-        (beams(4, memory_mode=1), 'memory_mode=True means nothing where beams are not drawn; set speculation="sample"'),
+        (beams(4, memory_mode=1), 'memory_mode=True has no effect unless beams are sampled; set speculation="sample"'),
         (beams(4, threshold="0.7", do_sample=1), "threshold='0.7' is not a probability"),
     ]:
         with pytest.raises(openai.BadRequestError) as refusal:

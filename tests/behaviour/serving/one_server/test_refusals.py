@@ -35,21 +35,21 @@ pytestmark = pytest.mark.slow
         ),
         (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
         (beams(4, beam_results=1, compact=1), "beam_results=True is not supported together with compact=True, which"),
-        (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
+        (beams(4, best_of=4), "unknown option best_of=4; beam_width is the number of beams, n the number of"),
         (
             {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
-            "diversity_penalty=0.5 needs groups that differ; set num_beam_groups",
+            "diversity_penalty=0.5 needs more than one group of beams; set num_beam_groups",
         ),
-        (beams(4, n=2), "n=2 does nothing in vllm_xargs (extra_args); it is a field of the request"),
+        (beams(4, n=2), "n=2 has no effect in vllm_xargs (extra_args); it is a field of the request"),
         (beams(4, catalog_name="items"), "unknown option catalog_name='items'; did you mean catalog"),
         (beams(4, foo=1), "unknown option foo=1; known: beam_width, "),
-        ({"echo": True, "logprobs": 1, **beams(4)}, "logprobs=1 with echo=True would tell of the prompt"),
+        ({"echo": True, "logprobs": 1, **beams(4)}, "logprobs=1 with echo=True asks for log-probabilities of"),
         ({"use_beam_search": True, "vllm_xargs": {"unit": "step"}}, 'unit="step" does not work with use_beam_search'),
-        ({"use_beam_search": True, "best_of": 2}, "best_of=2; the width is how many beams are searched, n how many"),
+        ({"use_beam_search": True, "best_of": 2}, "best_of=2; beam_width is the number of beams, n the number of"),
         ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
         ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean beam_width?"),
-        ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
-        ({"beam_width": 4}, 'beam_width=4 is no field of a request; pass it in "vllm_xargs"'),
+        ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is not a field of a request; pass"),
+        ({"beam_width": 4}, 'beam_width=4 is not a field of a request; pass it in "vllm_xargs"'),
         ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),
         (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number above -6 and below 6"),
         ({"use_beam_search": True, "length_penalty": "nan"}, "length_penalty=nan is not a number"),
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.slow
             {"length_penalty": 1.5, **beams(4, length_penalty=0.5)},
             "length_penalty=1.5 of the request is 0.5 in vllm_xargs; leave one of them out",
         ),
-        ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
+        ({"seed": 1, **beams(4)}, "seed=1 has no effect in a search that does not sample"),
         (
             {"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)},
             "ignore_eos=True is not supported together with structured_outputs (over HTTP also response_format",
@@ -98,5 +98,5 @@ def test_a_schema_that_vllm_refuses_is_a_400(server: Server) -> None:
 
 def test_our_own_marks_cannot_be_forged(server: Server) -> None:
     for mark, width in product(("trie_beam_ticket", "trie_beam_caller"), ({}, {"beam_width": 2})):
-        with pytest.raises(openai.BadRequestError, match=f"{mark} is a mark of the front end's own"):
+        with pytest.raises(openai.BadRequestError, match=f"{mark} is reserved for the front end"):
             complete(server, vllm_xargs={mark: "y", **width})

@@ -77,7 +77,7 @@ def test_options_do_what_they_do_offline(server: Server, engines: Engines, score
 def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -> None:
     response = ask(server, {}, prompt=["x", "y"])
     assert response.status_code == 400
-    why = 'unit="step" takes one prompt, and this request has 2; send each by itself'
+    why = 'unit="step" takes one prompt, and this request has 2; send each separately'
     assert response.json()["error"]["message"] == why
     assert ask(server, {}, prompt=["x"]).status_code == 200
 
@@ -90,7 +90,7 @@ def test_a_word_of_others_is_no_search(server: Server) -> None:
 @pytest.mark.parametrize(
     ("xargs", "status", "why"),
     [
-        ({"scorer": "http://127.0.0.1/other"}, 400, "is no scorer of this engine, which knows: short, broken"),
+        ({"scorer": "http://127.0.0.1/other"}, 400, "is not a scorer of this engine, which has: short, broken"),
         ({"allot": "fairly"}, 400, "allot='fairly' is unknown; known: 'even', 'rebase', 'dvts'"),
         ({"do_sample": 1}, 400, "do_sample=True is not supported together with unit="),
         ({"scorer": "broken"}, 500, "answered 500"),

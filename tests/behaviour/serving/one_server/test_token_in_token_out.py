@@ -52,7 +52,7 @@ def test_arrays_and_traces_come_with_the_whole_answer(server: Server) -> None:
 def test_what_chunks_have_no_place_for_is_refused_before_any_work(server: Server, name: str) -> None:
     answer = generate(server, render(server, **beams(4, **{name: 1})), stream=True)
     assert answer.status_code == 400
-    assert f"{name}=1 has no place in a stream here; leave stream out" in answer.json()["error"]["message"]
+    assert f"{name}=1 is not supported in a stream here; leave stream out" in answer.json()["error"]["message"]
 
 
 def test_a_stream_has_the_tokens_of_the_answer_or_is_a_refusal(server: Server) -> None:
