@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from vllm_trie.options import EngineOptions
 from vllm_trie.options.matrix import CLASHES, NEEDS, parsed_option_key
-from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.parts import Sampling, Speculating
 from vllm_trie.options.request import PARTS
 from vllm_trie.options.table import OTHER_NAMES, option_choices, option_fault
 
@@ -30,7 +30,7 @@ def markdown_table(options: Mapping[str, FieldInfo]) -> str:
 
 def markdown_clashes() -> str:
     """What does not go together: each of the one with each of the other."""
-    rows = ["| option | does not go with | because |", "|---|---|---|"]
+    rows = ["| option | excludes | because |", "|---|---|---|"]
     rows += [f"| {_words(row.these)} | {_words(row.others)} | {row.because} |" for row in CLASHES]
     return "\n".join(rows)
 
@@ -55,7 +55,7 @@ def markdown_names() -> str:
 
 def with_tables(page: str) -> str:
     """The page, with each table in its place: between `<!-- name -->` and the next empty line."""
-    of_requests = {*Drawing.model_fields, *Speculating.model_fields}
+    of_requests = {*Sampling.model_fields, *Speculating.model_fields}
     own = {name: field for name, field in EngineOptions.model_fields.items() if name not in of_requests}
     tables = {name: markdown_table(part.model_fields) for name, part in PARTS.items()}
     tables |= {"engines": markdown_table(own), "pairs": markdown_clashes(), "names": markdown_names()}

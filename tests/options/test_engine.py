@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_trie.options import EngineOptions
-from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.parts import Sampling, Speculating
 
 
 def test_defaults_hold_without_an_entry() -> None:
@@ -66,7 +66,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
 def test_what_requests_get_that_say_nothing_of_speculation() -> None:
     said = {"speculation": "sample", "do_sample": True, "replacement": True, "memory_mode": True}
     said |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
-    assert said.keys() == {*Drawing.model_fields, *Speculating.model_fields}
+    assert said.keys() == {*Sampling.model_fields, *Speculating.model_fields}
     for one in (said, *({name: value} for name, value in said.items())):  # each alone too: requests may say the rest
         assert EngineOptions.from_additional_config({"trie_beam": one}) == EngineOptions(**one)
         assert vars(EngineOptions(**one)) == vars(EngineOptions()) | one

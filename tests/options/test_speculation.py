@@ -11,7 +11,7 @@ import pytest
 from tests.support.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
 from vllm_trie.options import EngineOptions, parse_options
-from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.parts import Sampling, Speculating
 from vllm_trie.options.resolve import resolve_options
 from vllm_trie.options.speculation import Drafts
 
@@ -54,7 +54,7 @@ def test_thresholds_that_mean_something_pass(threshold: float) -> None:
 def test_the_helper_passes_on_what_is_given_and_nothing_else() -> None:
     given = {"speculation": "sample", "do_sample": True, "replacement": False, "memory_mode": False}
     given |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
-    assert given.keys() == {*Drawing.model_fields, *Speculating.model_fields}
+    assert given.keys() == {*Sampling.model_fields, *Speculating.model_fields}
     assert beam_params(4).extra_args == {"beam_width": 4}
     assert beam_params(4, **given).extra_args.items() >= given.items()
     for name, value in given.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from vllm_trie.options.matrix import refuse_options
-from vllm_trie.options.parts import NO_BEAMS, Drawing, Semantics, Speculating
+from vllm_trie.options.parts import NO_BEAMS, Sampling, Semantics, Speculating
 from vllm_trie.options.request import OPTIONS
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import option, option_meant_by
@@ -16,7 +16,7 @@ from vllm_trie.options.table import option, option_meant_by
 PLUGIN_NAME = "trie_beam"
 
 
-class EngineOptions(Speculating, Drawing):
+class EngineOptions(Speculating, Sampling):
     """The options of one engine.
 
     Those of sampling and speculation are defaults for requests that do not set them, unless they clash with these.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Reranking, Steps
+from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestSampling, RequestSpeculating, Reranking, Steps
 from vllm_trie.options.shown import shown_option
 
 
@@ -53,7 +53,7 @@ PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_cand
 OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs", "contrast")  # not of forests
 BY_RANK = 'accept="top_k"'
 OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
-OF_TOKENS = Ranking, Delivery, Reranking, RequestDrawing, Catalogs, RequestSpeculating
+OF_TOKENS = Ranking, Delivery, Reranking, RequestSampling, Catalogs, RequestSpeculating
 NOT_OF_STEPS = tuple(chain.from_iterable(part.model_fields for part in OF_TOKENS))
 OF_SHARES = ("allot_temperature", "prefer_shared")
 OF_ALL_STEPS = tuple(name for name in Steps.model_fields if name not in (*OF_SHARES, "pool", "exploration"))

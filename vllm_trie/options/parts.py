@@ -209,7 +209,7 @@ class Reranking(Options):
     )
 
 
-class Drawing(Options):
+class Sampling(Options):
     """Sampling of beams; an engine may set defaults for requests. None is unset.
 
     Args:
@@ -222,7 +222,7 @@ class Drawing(Options):
     replacement: bool | None = option(None)
 
 
-class RequestDrawing(Drawing):
+class RequestSampling(Sampling):
     """Options of sampling that only requests have.
 
     Args:

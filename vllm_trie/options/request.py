@@ -19,7 +19,7 @@ from vllm_trie.options.parts import (
     Core,
     Delivery,
     Ranking,
-    RequestDrawing,
+    RequestSampling,
     RequestSpeculating,
     Reranking,
     SequencesText,
@@ -42,7 +42,7 @@ _READ_FROM_TEXT: dict[str, Callable[[str], Any]] = {
 _OF_BEAMS = re.compile("beam|divers")  # no other system uses such names
 
 
-class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delivery, Ranking, Core):
+class BeamParams(RequestSpeculating, Catalogs, RequestSampling, Reranking, Delivery, Ranking, Core):
     """The options of a search by tokens in `SamplingParams.extra_args`."""
 
     def __init__(self, **options: Any) -> None:
@@ -89,7 +89,7 @@ SearchParams: TypeAlias = BeamParams | StepOptions
 PARTS: dict[str, type[Options]] = {
     "core": Core,
     "ranking": Ranking,
-    "drawing": RequestDrawing,
+    "sampling": RequestSampling,
     "catalogs": Catalogs,
     "delivery": Delivery,
     "reranking": Reranking,

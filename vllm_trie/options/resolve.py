@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_trie.options.engine import EngineOptions
 from vllm_trie.options.matrix import OF_HF, options_refusal, refuse_options
-from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.parts import Sampling, Speculating
 from vllm_trie.options.request import BeamParams
 from vllm_trie.options.speculation import (
     Drafts,
@@ -41,7 +41,7 @@ def resolve_options(
     request["do_sample"] = options_draw_beams(request, defaults.do_sample, defaults.speculation)
     speculation, unused = resolve_speculation_options(request, defaults.speculation, drafts)
     request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}
-    by_default = {name: getattr(defaults, name) for name in (*Drawing.model_fields, *Speculating.model_fields)}
+    by_default = {name: getattr(defaults, name) for name in (*Sampling.model_fields, *Speculating.model_fields)}
     left = {name: value for name, value in by_default.items() if value is not None and getattr(beam, name) is None}
     chosen = {name: value for name, value in left.items() if options_refusal({**request, name: value}) is None}
     chosen |= {name: request[name] for name in ("semantics", "do_sample", "speculation")}
