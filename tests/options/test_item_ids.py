@@ -43,7 +43,9 @@ def test_what_json_does_not_read_is_not_read(text: str) -> None:
 
 @pytest.mark.parametrize("ids", [[1.0], [True], ["1"], [None], [[1]], (1, 2), b"12345678", [1 << 63], 5])
 def test_what_is_no_list_of_integers_of_64_bits_is_refused(ids: object) -> None:
-    with pytest.raises(ValueError, match=r"exclude_items=.* is not a list of at most 100,000 item ids; pass integers"):
+    with pytest.raises(
+        ValueError, match=r"exclude_items=.* is not a list of at most 100,000 item ids; pass a list of integers"
+    ):
         BeamParams(beam_width=2, catalog="items", exclude_items=ids)
 
 

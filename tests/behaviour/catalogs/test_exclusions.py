@@ -235,11 +235,15 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is not an item of this catalog; leave it out$"),
+    "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is not an item of this catalog; leave out what"),
+    "two unknown": (
+        {"exclude_items": [5, 12_345, 12_346]},
+        "12345 is not an item of this catalog; 1 more of these ids are not, either; leave out",
+    ),
     "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is not an item"),
     "a text": ({"exclude_items": "seen"}, "exclude_items='seen' is not a list of at most 100,000 item ids"),
     "fractions": ({"exclude_items": [1.5]}, r"exclude_items=\[1.5\] is not a list of at most 100,000 item ids"),
-    "truth": ({"exclude_items": [True]}, "is not a list of at most 100,000 item ids; pass integers"),
+    "truth": ({"exclude_items": [True]}, "is not a list of at most 100,000 item ids; pass a list of integers"),
     "a number": ({"exclude_items": 5}, "exclude_items=5 is not a list"),
     "too many": ({"exclude_items": [*range(100_001)]}, "has 100,001 entries, and may have 100,000; shorten it"),
     "too large": ({"exclude_items": [1 << 70]}, "is not a list of at most 100,000 item ids"),
