@@ -139,7 +139,7 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     )
     draft = {"method": "draft_model", "model": str(subject.draft), "num_speculative_tokens": LAYERS}
     llm = make_engine(model=subject.model, dtype=subject.dtype, speculative_config=draft, **ENGINE, **GRAMMARS)
-    speculate(llm, tasks[:TIMED_PROMPTS], repeats)
+    speculate(llm, [task for task in tasks if task.schema is None][:TIMED_PROMPTS], repeats)
     stop(llm)
     if hears:
         say(

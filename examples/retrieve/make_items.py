@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> None:
 def positive(text: str) -> int:
     """A whole number >= 1."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 

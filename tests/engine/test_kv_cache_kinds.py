@@ -57,7 +57,7 @@ def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCach
         ((LATENT, SlidingWindowMLASpec(**SHAPE, sliding_window=32)), "this model has: SlidingWindowMLASpec"),
         ((SinkFullAttentionSpec(**SHAPE, sink_len=4),), "this model has: SinkFullAttentionSpec"),
         ((HiddenStateCacheSpec(**SHAPE),), "this model has: HiddenStateCacheSpec"),
-        ((FullAttentionSpec(**SHAPE, non_causal=True),), "this model has: FullAttentionSpec without causality"),
+        ((FullAttentionSpec(**SHAPE, non_causal=True),), "this model has: FullAttentionSpec that is not causal"),
         ((FullAttentionSpec(**SHAPE, tokens_per_state=2),), "FullAttentionSpec with several tokens per state"),
         (
             (FullAttentionSpec(**SHAPE, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),),

@@ -24,7 +24,7 @@ from vllm_trie import BeamParams, beam_params
         ({"rerank": "mbr", "allowed_sequences": ["a"]}, "is not supported together with rerank='mbr', which compares"),
         (
             {"rerank": "mbr", "rerank_scale": 0.5, "rerank_confidence": 0.9},
-            "whose weights this pruning does not support",
+            "whose weights its resampling does not support",
         ),
         ({"rerank": "mbr", "unit": "step", "step_stop": ["."], "scorer": len}, "which samples steps"),
     ],

@@ -6,14 +6,8 @@ import ast
 import hashlib
 from typing import Any
 
-_WORDS = {
-    "annotation",
-    "returns",
-    "type_comment",
-    "type_params",
-    "kind",
-    "ctx",
-}  # AST fields that do not affect what a body does
+# AST fields that do not affect what a body does.
+_WORDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 _ACTS = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _KINDS = ("cached_property", "classmethod", "property", "staticmethod")
 

@@ -84,7 +84,7 @@ class SentExclusion:
             ids = np.unique(ids)
         ended, unknown = catalog.nodes_of_items(ids)
         if len(unknown):
-            others = f"; {len(unknown) - 1:,} more of these ids are not, either" if len(unknown) > 1 else ""
+            others = f", nor are {len(unknown) - 1:,} more of these ids" if len(unknown) > 1 else ""
             raise ValueError(f"{unknown[0]} is not an item of this catalog{others}; leave out what it does not have")
         nodes = _closed_nodes(catalog, ended)
         return cls(ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)

@@ -63,4 +63,4 @@ def _unproven_engine_kv_cache(spec: KVCacheSpec) -> str | None:
         return f"{name} with {spec.kv_quant_mode.name}"
     if spec.tokens_per_state != 1:
         return f"{name} with several tokens per state"
-    return f"{name} without causality" if getattr(spec, "non_causal", False) else None
+    return f"{name} that is not causal" if getattr(spec, "non_causal", False) else None

@@ -507,7 +507,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         statistics = next((output.scheduler_stats for output in outputs.values() if output.scheduler_stats), None)
-        if statistics is None:  # vLLM collects none in this step
+        if statistics is None:  # vLLM keeps none
             return
         running, manager = (request.request_id for request in self.running), self.kv_cache_manager
         widths = [self.groups[id_].num_rows for id_ in running if id_ in self.groups]

@@ -104,7 +104,7 @@ CLASHES = (
     Clash(ITEMS, ("rerank",), "which compares texts, not items"),
     Clash(("detokenize=False",), ("rerank",), "which compares texts", "leave it out"),
     Clash(('output_kind="DELTA"',), ("rerank",), "whose order is known only at the end", "do not stream"),
-    Clash(("rerank_confidence",), ("rerank_scale",), "whose weights this pruning does not support"),
+    Clash(("rerank_confidence",), ("rerank_scale",), "whose weights its resampling does not support"),
     Clash(("replacement",), ("stochastic",), "which samples without replacement"),
     Clash(("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in sampling order"),
     Clash((BY_RANK,), ("min_width", "threshold"), "which decides widths by what the exact rule accepts"),

@@ -106,7 +106,7 @@ class Core(Options):
     """The options of every search, by tokens or by steps.
 
     Args:
-        beam_width: Beams that are searched in parallel; the best `n` are returned. One beam is greedy search.
+        beam_width: Beams that are searched in parallel; `n` hypotheses are returned. One beam is greedy search.
         early_stopping: When `beam_width` hypotheses are finished, True stops; False goes on while the best running
             beam, at its present length, can beat one of them; "never" while it can at any length. As in transformers'
             `generate`. One beam always stops at the first stop token.
@@ -146,8 +146,8 @@ class Ranking(Options):
             hypotheses compete by the sum of `(1 + beta) * log p - beta * log q` over their tokens, where p is the
             model's probability and q the draft model's. A token must be at least `alpha` times as probable as the most
             probable one at its position. In `vllm_xargs` a JSON text. See docs/constraints.md.
-        no_repeat_ngram_size: No n-gram of this many tokens occurs twice in the prompt and hypothesis together; 0 allows
-            all. As in transformers' `generate`.
+        no_repeat_ngram_size: A hypothesis never completes an n-gram of this many tokens that occurs before in it or in
+            the prompt; 0 allows all. As in transformers' `generate`.
     """
 
     semantics: Semantics | None = option(None)

@@ -9,9 +9,8 @@ import numpy as np
 
 from vllm_trie.search import search_part_on_demand
 
-CONTEXT = (
-    8  # tokens before the text in question: a whole character, and an open one without its last token, at four each
-)
+# Tokens before the text in question: a whole character, and an open one without its last token, at four each.
+CONTEXT = 8
 MOST_OPEN = 3  # bytes, or tokens, of an incomplete character
 FIRST_SPAN = 16  # tokens of a hypothesis decoded at first, to find as much text as the longest string has
 UNKNOWN, NO, MAYBE = -1, 0, 1

@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"exclude_items": [5, 12_345]}, "^exclude_items: 12345 is not an item of this catalog; leave out what"),
     "two unknown": (
         {"exclude_items": [5, 12_345, 12_346]},
-        "12345 is not an item of this catalog; 1 more of these ids are not, either; leave out",
+        "12345 is not an item of this catalog, nor are 1 more of these ids; leave out",
     ),
     "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is not an item"),
     "a text": ({"exclude_items": "seen"}, "exclude_items='seen' is not a list of at most 100,000 item ids"),

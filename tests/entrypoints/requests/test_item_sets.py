@@ -72,7 +72,7 @@ def test_an_item_that_no_sequence_of_the_engine_can_hold_is_refused() -> None:
 
 def test_a_string_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
     letters = _Letters()
-    with pytest.raises(ValueError, match="has a string of 100,001 characters, and may have 100,000; leave it out"):
+    with pytest.raises(ValueError, match="has a string of 100,001 characters, more than 100,000; leave it out"):
         RequestItemSets(LONGEST).read(["a", "x" * (MOST_STRING + 1)], 200, letters)
     assert letters.num_texts == 0
 

@@ -21,6 +21,18 @@ def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came
     assert {array.dtype for array in shared[:-2]} == {np.dtype(np.int32)}
 
 
+def test_rows_that_compute_one_token_each_are_laid_out_alike() -> None:
+    starts, lengths = np.arange(5), np.array([70, 73, 200, 66])
+    groups = [SharedRows(np.array([3, 0]), 64), SharedRows(np.array([1]), 96)]
+    for sees_all in (False, True):
+        shared = shared_attention_tokens(groups, starts, lengths, block_size=32, sees_all=sees_all)
+        assert shared.places.tolist() == shared.rows.tolist() == [3, 0, 1]
+        assert shared.lengths.tolist() == shared.tree_starts.tolist() == [66, 70, 73]
+        assert shared.starts.tolist() == [0, 2, 3]
+        assert shared.num_shared.tolist() == [64, 64]
+        assert {array.dtype for array in shared[:-2]} == {np.dtype(np.int32)}
+
+
 def test_no_token_sees_shared_blocks_that_come_after_it() -> None:
     """Rows that compute their histories anew know of blocks that they have yet to fill."""
     shared = shared_attention_tokens(

@@ -1,7 +1,7 @@
 """Detokenizes answers of searches from the last few tokens of their prompts.
 
 vLLM's detokenizer would decode the whole prompt for each hypothesis. If a prompt ends within a character, it would
-begin the text with all of that character, and find stop strings there that the search did not see.
+begin the text with the whole prompt, and find stop strings there that the search did not see.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def begin_answer_text(
 
 
 class _AnswerAfterHalfCharacter:
-    """Replaces vLLM's stream if the prompt ends within a character: the text begins with the rest of that character.
+    """Replaces vLLM's stream if the prompt ends within a character: the text begins with that character.
 
     Args:
         context: The last tokens of the prompt.

@@ -136,7 +136,7 @@ def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalo
     if beam.catalog_items > 1 and not catalog.is_prefix_free:
         raise ValueError(
             f"catalog_items={beam.catalog_items} does not work with {what}, in which one item is a prefix of another: "
-            f"where an item ends would be ambiguous; end each item with a special token"
+            f"where an item ends would be ambiguous; end each item with a token that no item has elsewhere"
         )
     if beam.catalog_stop and not sampling_params_stops(params):
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")

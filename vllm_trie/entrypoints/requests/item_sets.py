@@ -113,7 +113,7 @@ def _refuse_large_request_items(sequences: Sequences) -> None:
         )
     elif longest > MOST_STRING:
         raise ValueError(
-            f"allowed_sequences has a string of {longest:,} characters, and may have {MOST_STRING:,}; leave it out"
+            f"allowed_sequences has a string of {longest:,} characters, more than {MOST_STRING:,}; leave it out"
         )
     else:
         refuse_request_half_characters("allowed_sequences", "".join(map(str, sequences)))

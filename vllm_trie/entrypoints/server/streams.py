@@ -159,7 +159,7 @@ async def first_stream_event(events: AsyncGenerator[str, None]) -> str | ErrorRe
 async def _stream_with_every_end(
     first: str, events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
-    """The events of a stream, and an end for each search that found nothing, for which vLLM sends none.
+    """The events of a stream, and an end for each search that sent and found nothing, for which vLLM sends none.
 
     Args:
         noted: By prompt, the engine's last output so far.

@@ -159,7 +159,7 @@ def shared_attention_tokens(
     counts = query_starts[rows + 1] - query_starts[rows]
     starts = np.cumsum([0, *(len(group.places) for group in groups)])
     row_of_token, places, seen = rows, query_starts[rows], lengths[rows]
-    if counts.max() > 1:
+    if (counts != 1).any():
         row_of_token, places = np.repeat(rows, counts), search_spans(places, counts)
         seen = np.repeat(seen, counts) if sees_all else search_spans(seen - counts + 1, counts)
         starts = np.append(0, counts.cumsum())[starts]

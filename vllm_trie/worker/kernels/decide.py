@@ -202,7 +202,7 @@ def in_order_in_kernel(
     """Sorts the first keys of both lists of a group, and finds first children; see `first_of_lists_in_kernel`.
 
     Args:
-        order: `ROOM` times `slots`: twice that scratch space, then what goes on, what may finish, and first children.
+        order: `ROOM` times `slots`: 2 * `slots` of scratch, then what goes on, what may finish, and first children.
     """
     first_of_lists_in_kernel(
         keys, from_list_to_list, kept, num_rows, going, ending, num_bits, order, per_row, lanes, at_a_time, slots
