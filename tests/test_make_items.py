@@ -60,7 +60,7 @@ def test_items_that_are_alike_begin_alike() -> None:
     [
         (("items.jsonl", "--items", "100", "--levels", "1", "--codes", "99"), "100 items have all codes but the last"),
         (("nowhere/items.jsonl", "--items", "10"), "No such file or directory"),
-        (("items.jsonl", "--items", "0"), "'0' is no number above 0"),
+        (("items.jsonl", "--items", "0"), "'0' is not a number above 0"),
     ],
 )
 def test_what_cannot_be_made_ends_in_a_sentence(
