@@ -70,7 +70,7 @@ def test_where_the_model_cannot_be_had_one_sentence_says_why_and_the_toy_is_show
     monkeypatch.setattr(demo, "demonstrate", lambda *args: shown.append(args))
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 0
-    assert shown == [(toy(), None, 3)]
+    assert shown == [(toy(), None, 2)]
     assert "cannot be had: no network" in capsys.readouterr().out
 
 
