@@ -40,10 +40,7 @@ LAYERS = 4
 LONGEST_SHOWN = 240  # characters of a question
 SPEECH_WIDTH = 5
 NEXT = """Three things to try next, in this folder:
-- your own prompts:     . .venv/bin/activate; export MODEL=$(python -m benchmarks.smollm2 model)
-                        vllm serve "$MODEL" --served-model-name smollm2 --plugin trie_beam \\
-                            --kv-cache-memory-bytes 1073741824
-                        and the client of README.md
+- your own prompts:     the server and the client that README.md begins with
 - a search to look at:  examples/playground, a page that asks this server and draws the trie of the beams
 - items by their ids:   examples/retrieve, a million items, searched by beams that find items alone"""
 INTERRUPTED = 130
@@ -303,9 +300,12 @@ def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
     prompts = [task.prompt(llm.get_tokenizer()) for task in tasks]
     ways = {"plain beams": "off", "drafts in every step": "exact", "drafts where they pay": "auto"}
     params = {way: beam_params(WIDTH, max_tokens=TIMED_TOKENS, speculation=own) for way, own in ways.items()}
-    found = {way: one_at_a_time(llm, prompts, own) for way, own in params.items()}
-    runs = {way: partial(one_at_a_time, llm, prompts, own) for way, own in params.items()}
-    seconds = alternate(runs, repeats, title="rounds")
+    found = dict[str, list[Any]]()
+
+    def search(way: str) -> None:
+        found[way] = one_at_a_time(llm, prompts, params[way])
+
+    seconds = alternate({way: partial(search, way) for way in ways}, repeats, title="rounds")
     plain, *_ = found.values()
     rows = []
     for way, outputs in found.items():
