@@ -36,11 +36,11 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=self.url, limits=limits, timeout=60)  # of a machine that is busy
+        self.http = httpx.Client(base_url=self.url, limits=limits, timeout=120)  # of a machine that is busy
 
     def metrics(self) -> str:
         """All that /metrics shows."""
-        return self._http.get("/metrics").text
+        return self.http.get("/metrics").text
 
     def gauge(self, name: str, engine: str = "", label: str = "") -> float:
         """A metric of one engine, or its sum over all; `label`, as in `reason="x"`, picks among further labels."""
@@ -55,7 +55,7 @@ class Server:
         while True:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
             try:
-                if self._http.get("/health").status_code == 200:
+                if self.http.get("/health").status_code == 200:
                     return
             except httpx.TransportError:
                 pass

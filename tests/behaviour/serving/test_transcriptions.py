@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -110,8 +109,8 @@ def test_a_streamed_transcription_is_the_same_text(server: Server) -> None:
     expected = transcribe(server, 0, vllm_xargs={"beam_width": WIDTH}).text
     fields = {"stream": "true", "language": "en", "max_completion_tokens": MAX_TOKENS}
     fields["vllm_xargs"] = json.dumps({"beam_width": WIDTH})
-    url, files = f"{server.url}/v1/audio/transcriptions", {"file": ("sound.wav", recording(0)[0])}
-    answer = httpx.post(url, data=fields, files=files, timeout=120).text
+    url, files = "/v1/audio/transcriptions", {"file": ("sound.wav", recording(0)[0])}
+    answer = server.http.post(url, data=fields, files=files).text
     events = [json.loads(line) for line in re.findall(r"^data: (\{.*)$", answer, re.MULTILINE)]
     assert "".join(event["choices"][0]["delta"]["content"] for event in events) == expected
     with pytest.raises(openai.BadRequestError, match="Streaming is not currently supported with beam search"):

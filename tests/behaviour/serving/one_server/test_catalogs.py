@@ -29,7 +29,7 @@ def complete(server: Server, n: int, **xargs: Any) -> list[str]:
 
 
 def load(server: Server, name: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/catalogs/{name}", json=body, timeout=60)
+    return server.http.post(f"/v1/catalogs/{name}", json=body)
 
 
 def test_hypotheses_are_items_and_requests_may_bring_their_own(server: Server) -> None:
@@ -62,9 +62,9 @@ def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
         return sorted(title for at, title in enumerate(TITLES) if at not in gone)
 
     def replace(name: str, file: str) -> httpx.Response:
-        return httpx.post(f"{server.url}/v1/exclude/{name}", json={"file": file}, timeout=60)
+        return server.http.post(f"/v1/exclude/{name}", json={"file": file})
 
-    assert httpx.get(f"{server.url}/v1/exclude").json() == ["blocked"]
+    assert server.http.get("/v1/exclude").json() == ["blocked"]
     assert sorted(filter(None, complete(server, 5, catalog="lines", exclude_list="blocked"))) == without(0)
     for name, file, why in (
         ("books", "newer.txt", "exclude_list='books' is unknown; known: blocked"),
@@ -89,7 +89,7 @@ def test_half_a_character_is_refused(server: Server) -> None:
         ("allowed_sequences", {"allowed_sequences": '["\\ud800"]'}),
     ):
         body = {"model": "target", "prompt": PROMPT, "vllm_xargs": {"beam_width": 2, **xargs}}
-        refusal = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON)  # in escapes
+        refusal = server.http.post("/v1/completions", content=json.dumps(body), headers=JSON)  # in escapes
         assert refusal.status_code == 400
         assert f"{name} has half of a surrogate pair, " in refusal.text
 
@@ -112,7 +112,7 @@ def test_a_new_version_is_taken_and_counted(server: Server) -> None:
     try:
         told = load(server, "lines", file="newer.catalog").json()
         assert told["items"] == len(NEWER)
-        assert httpx.get(f"{server.url}/v1/catalogs").json() == [told]
+        assert server.http.get("/v1/catalogs").json() == [told]
         assert sorted(complete(server, 3, catalog="lines")) == sorted(NEWER)
         assert server.gauge("vllm:trie_beam_catalog_loads_total") == loads + 1
         assert server.gauge("vllm:trie_beam_catalog_bytes") > 0

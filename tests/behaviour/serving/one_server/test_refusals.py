@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -81,10 +80,10 @@ def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: d
 
 def test_several_chats_in_one_request_have_no_beams(server: Server) -> None:
     chats = {"model": "target", "messages": [[{"role": "user", "content": "x"}]] * 2, "max_tokens": 4}
-    where = f"{server.url}/v1/chat/completions/batch"
-    assert len(httpx.post(where, json=chats).json()["choices"]) == 2
+    where = "/v1/chat/completions/batch"
+    assert len(server.http.post(where, json=chats).json()["choices"]) == 2
     for asked in (beams(4), {"beam_width": 4}):
-        refusal = httpx.post(where, json=chats | asked)
+        refusal = server.http.post(where, json=chats | asked)
         assert refusal.status_code == 400
         why = "beam_width does not work at /v1/chat/completions/batch; send each chat to /v1/chat/completions"
         assert why in refusal.json()["error"]["message"]

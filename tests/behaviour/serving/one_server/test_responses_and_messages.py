@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.server import Server
@@ -32,7 +31,7 @@ def test_responses_and_messages_are_completions_and_chats(server: Server, length
 @pytest.mark.parametrize("path", ["responses", "messages"])
 def test_responses_and_messages_refuse_as_completions_do(server: Server, path: str, stream: bool) -> None:
     asked = {"model": "target", "input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    answer = httpx.post(f"{server.url}/v1/{path}", json={**asked, "stream": stream, **beams(10000)})
+    answer = server.http.post(f"/v1/{path}", json={**asked, "stream": stream, **beams(10000)})
     assert "beam_width=10000 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs" in answer.text
     is_event = path == "messages" and stream and answer.text.startswith("event: error")  # as vLLM 0.33 has it
     assert answer.status_code == 400 or is_event
@@ -40,9 +39,9 @@ def test_responses_and_messages_refuse_as_completions_do(server: Server, path: s
 
 def test_messages_that_cannot_come_in_parts_are_refused_as_a_stream(server: Server) -> None:
     asked = {"model": "target", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, **beams(4, compact=1)}
-    answer = httpx.post(f"{server.url}/v1/messages", json={**asked, "stream": True})
+    answer = server.http.post("/v1/messages", json={**asked, "stream": True})
     assert (answer.status_code, "leave stream out" in answer.text) == (400, True)
-    whole = httpx.post(f"{server.url}/v1/messages", json=asked).json()
+    whole = server.http.post("/v1/messages", json=asked).json()
     assert len(whole["kv_transfer_params"]["trie_beam"]["token_ids"]) == 4
-    traced = httpx.post(f"{server.url}/v1/messages", json={**asked, **beams(4, trace=1)}).json()
+    traced = server.http.post("/v1/messages", json={**asked, **beams(4, trace=1)}).json()
     assert len(Trace.of(traced).returned) == 1

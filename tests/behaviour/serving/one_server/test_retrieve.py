@@ -121,7 +121,7 @@ def test_every_answer_is_wholly_of_one_version_while_versions_change(server: Ser
 def test_all_servers_take_a_version_and_it_is_told(server: Server) -> None:
     told = asyncio.run(replace([server.url, server.url], "lines", "even.catalog"))
     assert (told["name"], told["items"]) == ("lines", NUM_ITEMS)
-    assert httpx.get(f"{server.url}/v1/catalogs").json() == [told]
+    assert server.http.get("/v1/catalogs").json() == [told]
     assert sorted(find(server, width=WIDTH).item_ids) == [*VERSIONS["even.catalog"]]
 
 

@@ -22,7 +22,7 @@ def ask(server: Server, xargs: dict[str, Any], timeout: float = 120, **fields: A
     body |= {"vllm_xargs": steps | xargs} | fields
     path = "chat/completions" if "messages" in body else "completions"
     body = {name: value for name, value in body.items() if value is not None}
-    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=timeout)
+    return server.http.post(f"/v1/{path}", json=body, timeout=timeout)
 
 
 def test_a_client_gets_the_best_and_the_same_by_the_same_seed(server: Server) -> None:
@@ -84,7 +84,7 @@ def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -
 
 def test_a_word_of_others_is_no_search(server: Server) -> None:
     body = {"model": "target", "prompt": "x", "max_tokens": 2, "vllm_xargs": {"unit": "step"}}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    assert server.http.post("/v1/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -155,7 +154,7 @@ def test_a_chat_streams_its_hypotheses_too(server: Server, options: dict[str, An
 def test_a_stream_ends_as_the_protocol_says(server: Server) -> None:
     for n in (1, 2):
         body = {"model": "target", "prompt": "def f(", "max_tokens": 4, "n": n, "stream": True, **beams(3)}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             events = [line for line in response.iter_lines() if line]
         assert {event.partition(":")[0] for event in events} == {"data"}

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 
 
 def generate(server: Server, asked: dict[str, Any], **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/inference/v1/generate", json={**asked, **fields}, timeout=120)
+    return server.http.post("/inference/v1/generate", json={**asked, **fields})
 
 
 def render(server: Server, **options: Any) -> dict[str, Any]:
     """What `complete` would search, as a request for tokens."""
     body = {"model": "target", "prompt": PROMPTS[0], "max_tokens": 16, **options}
-    (request,) = httpx.post(f"{server.url}/v1/completions/render", json=body).raise_for_status().json()
+    (request,) = server.http.post("/v1/completions/render", json=body).raise_for_status().json()
     return request
 
 
