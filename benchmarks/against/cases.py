@@ -54,7 +54,9 @@ def host_cases() -> Iterator[Case]:
 def answer_cases() -> Iterator[Case]:
     for width in ANSWER_WIDTHS:
         options = beams(width, ANSWER_TOKENS) | {"n": width}
-        yield Case(f"{width} outputs of {ANSWER_TOKENS} tokens", [prompts(1)], options)
+        name = f"{width} outputs of {ANSWER_TOKENS} tokens"
+        yield Case(name, [prompts(1)], options)
+        yield Case(f"{name}, of a model that computes nothing", [prompts(1)], options, depth=0)
 
 
 def ordinary_cases() -> Iterator[Case]:
