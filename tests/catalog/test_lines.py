@@ -49,6 +49,12 @@ def test_text_is_an_item_per_line_as_it_stands(tmp_path: Path, tokenizer: object
     assert items.ids.tolist() == [0, 2, 3]
 
 
+def test_a_list_of_tokens_in_a_file_of_texts_is_refused(tmp_path: Path, tokenizer: object) -> None:
+    assert len(read(tmp_path / "items.txt", "[1, 2] def", "[]", "[x]", tokenizer=tokenizer).ids) == 3
+    with pytest.raises(ValueError, match=r"items.txt, line 2: a list of token ids in a file of texts; end the file's"):
+        read(tmp_path / "items.txt", "def", "[1, 2]", tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize(("name", "row"), [("items.txt", "def"), ("items.jsonl", '"def"')])
 def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path, tokenizer: object, name: str, row: str) -> None:
     items = read(tmp_path / name, f"\ufeff{row}", row, tokenizer=tokenizer)

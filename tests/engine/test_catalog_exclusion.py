@@ -185,13 +185,16 @@ def test_a_list_is_read_when_a_search_begins_and_goes_with_what_its_request_excl
     assert [*catalogs.by_digest] == [catalog.digest]
 
 
-WRONG: dict[str, Any] = {"a word": "1\nx\n", "a fraction": "1.5", "too large": str(1 << 63), "two": "1,2"}
+WRONG: dict[str, Any] = {"a word": "x\n1\n", "a fraction": "1.5", "too large": str(1 << 63), "two": "1,2"}
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_file_that_is_no_list_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    (tmp_path / "list").write_text(WRONG[case])
-    with pytest.raises(ValueError, match=r"list is not a list of items: .*; write one id per line, an integer"):
+    (tmp_path / "list").write_text(f"1\n\n{WRONG[case]}")
+    with pytest.raises(ValueError, match=r"list, line 3: '.*' is not an item's id; write one integer of 64 bits per"):
+        read_item_list(str(tmp_path / "list"))
+    (tmp_path / "list").write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match="list is not a list of items but a binary file; write one id per line"):
         read_item_list(str(tmp_path / "list"))
     with pytest.raises(ValueError, match="missing cannot be read: No such file or directory; pass a file with one"):
         read_item_list(str(tmp_path / "missing"))

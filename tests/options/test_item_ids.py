@@ -7,14 +7,17 @@ import json
 import pickle
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_trie import beam_params
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.item_ids import MOST_EXCLUDED, ItemIds, read_item_ids
 
 numbers = st.integers(-1 << 63, (1 << 63) - 1)
+ARRAYS = np.ones(2), np.ones((1, 2), np.int64), np.array([1 << 63], np.uint64), np.ones(MOST_EXCLUDED + 1, np.int64)
 separators = st.sampled_from([", ", ",", " , ", ",\n"])
 
 
@@ -41,12 +44,20 @@ def test_what_json_does_not_read_is_not_read(text: str) -> None:
         assert (found.numbers.tolist() if isinstance(found, ItemIds) else found) == expected
 
 
-@pytest.mark.parametrize("ids", [[1.0], [True], ["1"], [None], [[1]], (1, 2), b"12345678", [1 << 63], 5])
+@pytest.mark.parametrize(
+    "ids", [[1.0], [True], ["1"], [None], [[1]], (1.0,), {"1"}, b"12345678", [1 << 63], 5, *ARRAYS]
+)
 def test_what_is_no_list_of_integers_of_64_bits_is_refused(ids: object) -> None:
     with pytest.raises(
-        ValueError, match=r"exclude_items=.* is not a list of at most 100,000 item ids; pass a list of integers"
+        ValueError, match=r"exclude_items=.* is not a list of at most 100,000 item ids; pass a list, set"
     ):
         BeamParams(beam_width=2, catalog="items", exclude_items=ids)
+
+
+@pytest.mark.parametrize("ids", [(3, 5), {3, 5}, frozenset({3, 5}), np.array([3, 5], np.int32), np.array([3, 5])])
+def test_a_tuple_set_or_array_of_integers_is_a_list(ids: object) -> None:
+    params = beam_params(2, catalog="items", exclude_items=ids)
+    assert sorted(parse_options(params.extra_args).exclude_items.numbers) == [3, 5]
 
 
 def test_a_text_of_too_many_is_refused_by_their_number() -> None:

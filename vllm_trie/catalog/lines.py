@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 from vllm_trie.catalog.items import CatalogItems
 
 CHUNK_BYTES = 1 << 20
+_TOKENS_IN_TEXT = re.compile(r"\[\s*\d+(\s*,\s*\d+)*\s*\]")
 JSON_SUFFIXES = (".json", ".jsonl")
 FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, the last two optionally with an integer "id"'
 
@@ -61,7 +63,10 @@ def read_catalog_items(
 def _catalog_line_text(line: bytes) -> str:
     if not line.strip():
         raise ValueError("it is blank")
-    return line.decode().rstrip("\r\n")
+    text = line.decode().rstrip("\r\n")
+    if _TOKENS_IN_TEXT.fullmatch(text):
+        raise ValueError("a list of token ids in a file of texts; end the file's name in .jsonl")
+    return text
 
 
 def _decode_catalog_lines(

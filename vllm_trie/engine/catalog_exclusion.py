@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from vllm_trie.catalog.arrays import catalog_level_starts
-from vllm_trie.options.shown import shown_option_name
+from vllm_trie.options.shown import shown_option
 from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.search.constraints.closed_nodes import (
     IS_CLOSED,
@@ -114,12 +114,26 @@ def read_item_list(path: str) -> np.ndarray:
         ValueError: the file cannot be read, or a line is not an id.
     """
     try:
-        return np.unique(np.array(Path(path).read_text().split(), np.int64))
+        text = Path(path).read_text()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; pass a file with one item id per line") from None
-    except (ValueError, OverflowError) as error:
-        why = shown_option_name(str(error))
-        raise ValueError(f"{path} is not a list of items: {why}; write one id per line, an integer") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a list of items but a binary file; write one id per line") from None
+    try:
+        return np.unique(np.array(text.split(), np.int64))
+    except (ValueError, OverflowError):
+        number, line = next((n, line) for n, line in enumerate(text.splitlines(), 1) if not _are_ids(line))
+        raise ValueError(
+            f"{path}, line {number}: {shown_option(line)} is not an item's id; write one integer of 64 bits per line"
+        ) from None
+
+
+def _are_ids(line: str) -> bool:
+    try:
+        np.array(line.split(), np.int64)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def item_list_digest(ids: np.ndarray) -> str:

@@ -16,15 +16,19 @@ class ItemIds(bytes):
 
     @classmethod
     def of(cls, ids: Any) -> Self:
-        """Pack a list of integers.
+        """Pack a list, tuple, set or array [n] of integers.
 
         Raises:
-            ValueError: `ids` is not a list of 64-bit integers.
+            ValueError: `ids` is none of these, has more than `MOST_EXCLUDED`, or one has more than 64 bits.
         """
         if isinstance(ids, cls):
             return ids
-        if not isinstance(ids, list) or [*map(type, ids)].count(int) < len(ids):
-            raise ValueError("not a list of integers")
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
+        elif isinstance(ids, tuple | set | frozenset):
+            ids = [*ids]
+        if not isinstance(ids, list) or len(ids) > MOST_EXCLUDED or [*map(type, ids)].count(int) < len(ids):
+            raise ValueError("not a list of integers, or too long")
         try:
             return cls(struct.pack(f"={len(ids)}q", *ids))
         except struct.error:

@@ -84,7 +84,7 @@ _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _WIDTHS = f"is not a list of numbers of beams; pass 1 to {MOST_WIDTHS:,} integers >= 1"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
 WRONG_SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
-_ITEMS = f"is not a list of at most {MOST_EXCLUDED:,} item ids; pass a list of integers"
+_ITEMS = f"is not a list of at most {MOST_EXCLUDED:,} item ids; pass a list, set or array of integers"
 _PHRASES = (
     f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"

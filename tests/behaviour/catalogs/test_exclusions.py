@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.disturb import preempt_all
@@ -21,6 +22,7 @@ from tests.support.sweep import sweep
 from vllm_trie import beam_params, hypotheses, load_item_list
 from vllm_trie.catalog import Catalog
 from vllm_trie.engine import catalogs as engine_catalogs
+from vllm_trie.engine.catalog_exclusion import item_list_digest
 from vllm_trie.entrypoints.requests.catalogs import _looked_up_exclusion
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -209,7 +211,8 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     params = beam_params(60, n=60, catalog="items", exclude_list="blocked", max_tokens=6)
     core.add_request("before", {"prompt_token_ids": prompt}, params.clone())
     core.step()
-    assert load_item_list(engine.llm, "blocked", "newer.txt") == {"name": "blocked", "items": len(new)}
+    told = load_item_list(engine.llm, "blocked", "newer.txt")
+    assert told == {"name": "blocked", "items": len(new), "digest": item_list_digest(np.array(sorted(new)))}
     core.add_request("after", {"prompt_token_ids": prompt}, params.clone())
     own = beam_params(60, n=60, catalog="items", exclude_list="blocked", exclude_items=old[:9], max_tokens=6)
     core.add_request("both", {"prompt_token_ids": prompt}, own)
@@ -222,7 +225,7 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     assert found["both"] == {*left_of(FLAT, [*new, *old[:9]])}
     (tmp_path / "wrong.txt").write_text("12\nx\n")
     for name, file, why in (
-        ("blocked", "wrong.txt", "wrong.txt is not a list of items"),
+        ("blocked", "wrong.txt", "wrong.txt, line 2: 'x' is not"),
         ("other", "newer.txt", "exclude_list='other' is unknown; known: blocked"),
         ("blocked", "../newer.txt", "is not in trie_beam.catalog_folder"),
     ):
@@ -243,7 +246,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"exclude_items": [-1]}, "^exclude_items: -1 is not an item"),
     "a text": ({"exclude_items": "seen"}, "exclude_items='seen' is not a list of at most 100,000 item ids"),
     "fractions": ({"exclude_items": [1.5]}, r"exclude_items=\[1.5\] is not a list of at most 100,000 item ids"),
-    "truth": ({"exclude_items": [True]}, "is not a list of at most 100,000 item ids; pass a list of integers"),
+    "truth": (
+        {"exclude_items": [True]},
+        "is not a list of at most 100,000 item ids; pass a list, set or array of integers",
+    ),
     "a number": ({"exclude_items": 5}, "exclude_items=5 is not a list"),
     "too many": ({"exclude_items": [*range(100_001)]}, "has 100,001 entries, and may have 100,000; shorten it"),
     "too large": ({"exclude_items": [1 << 70]}, "is not a list of at most 100,000 item ids"),

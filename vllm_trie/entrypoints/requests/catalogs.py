@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import ref
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
-from vllm_trie.engine.catalog_exclusion import SentExclusion, read_item_list, why_nothing_is_excluded
+from vllm_trie.engine.catalog_exclusion import (
+    SentExclusion,
+    item_list_digest,
+    read_item_list,
+    why_nothing_is_excluded,
+)
 from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
@@ -26,6 +31,19 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 _stores: dict[str, CatalogStore] = {}  # by engine instance
+_item_lists: dict[str, dict[str, ItemListVersion]] = {}  # by engine instance, by name
+
+
+class ItemListVersion(NamedTuple):
+    """What the front end keeps of a list of items to exclude; the engine has the list itself."""
+
+    items: int
+    digest: str
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Self:
+        """The version with these ids [n] int64."""
+        return cls(len(ids), item_list_digest(ids))
 
 
 def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
@@ -39,10 +57,16 @@ def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
         store = CatalogStore(
             {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
         )
-        for path in plugin_config_of(vllm_config).exclude.values():
-            read_item_list(path)  # only a check: the engine keeps the list
+        lists = plugin_config_of(vllm_config).exclude.items()
+        _item_lists[vllm_config.instance_id] = {name: ItemListVersion.of(read_item_list(path)) for name, path in lists}
         _stores[vllm_config.instance_id] = store
     return store
+
+
+def item_lists_for_requests(vllm_config: VllmConfig) -> dict[str, ItemListVersion]:
+    """The lists of items to exclude of an engine, by name."""
+    catalogs_for_requests(vllm_config)  # which reads them
+    return _item_lists[vllm_config.instance_id]
 
 
 def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
@@ -55,14 +79,14 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
     return path, _checked_catalog_for_requests(path, vllm_config.model_config)
 
 
-def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, np.ndarray]:
-    """Read a file that is to become a list of items of a running engine. Returns its path and its ids [n] int64.
+def new_item_list_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, ItemListVersion]:
+    """Read a file that is to become a list of items of a running engine. Returns its path and the version.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
     path = _new_file_for_requests(vllm_config, "exclude_list", name, file)
-    return path, read_item_list(path)
+    return path, ItemListVersion.of(read_item_list(path))
 
 
 def _new_file_for_requests(vllm_config: VllmConfig, option: str, name: str, file: str) -> str:

@@ -92,12 +92,12 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
     """Refuse more beams or candidates than this engine allows, and `n` above the number of beams."""
     check_request_n(n, beam, name)
     width, rows = beam.beam_width, limits.max_num_seqs
-    if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
-        raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if limits.max_beam_width is not None and width > limits.max_beam_width:
         raise ValueError(
             f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, the limit of this engine; lower it"
         )
+    if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
+        raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if isinstance(beam, StepOptions) and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "

@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps_vllm
-from vllm_trie.engine.catalog_exclusion import item_list_digest
 from vllm_trie.engine.catalogs import LOAD_CATALOG, LOAD_ITEM_LIST
 from vllm_trie.entrypoints.requests.catalogs import (
     catalogs_for_requests,
+    item_lists_for_requests,
     new_catalog_for_requests,
     new_item_list_for_requests,
 )
-from vllm_trie.supported_engines import has_beams, plugin_config_of
+from vllm_trie.supported_engines import has_beams
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -71,14 +71,16 @@ def load_item_list(llm: LLM, name: str, file: str) -> dict[str, Any]:
         file: The name of a file in that folder.
 
     Returns:
-        Its name and the number of its items.
+        The new version: name, items, digest.
 
     Raises:
         ValueError: there is no such list, or the engine may not take this file.
     """
-    path, ids = new_item_list_for_requests(llm.llm_engine.vllm_config, name, file)
-    llm.collective_rpc(LOAD_ITEM_LIST, args=(name, path, item_list_digest(ids)))
-    return {"name": name, "items": len(ids)}
+    vllm_config = llm.llm_engine.vllm_config
+    path, version = new_item_list_for_requests(vllm_config, name, file)
+    llm.collective_rpc(LOAD_ITEM_LIST, args=(name, path, version.digest))
+    item_lists_for_requests(vllm_config)[name] = version
+    return {"name": name, **version._asdict()}
 
 
 # OpenAPI's names of these routes come from the names below.
@@ -110,19 +112,22 @@ async def load(name: str, version: NewVersion, request: Request) -> dict[str, An
 
 
 @list_router.get("")
-async def list_item_lists(request: Request) -> list[str]:
-    """List the names of the lists that requests may exclude."""
+async def list_item_lists(request: Request) -> list[dict[str, Any]]:
+    """List the lists of items that requests may exclude."""
     vllm_config = request.app.state.vllm_config
-    return [*plugin_config_of(vllm_config).exclude] if has_beams(vllm_config) else []
+    if not has_beams(vllm_config):
+        return []
+    return [{"name": name, **version._asdict()} for name, version in item_lists_for_requests(vllm_config).items()]
 
 
 @list_router.post("/{name}")
 async def load_list(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
     """Load a new version of a list."""
     state = request.app.state
-    path, ids = await _read(new_item_list_for_requests, state.vllm_config, name, version)
-    await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path, item_list_digest(ids)))
-    return {"name": name, "items": len(ids)}
+    path, read = await _read(new_item_list_for_requests, state.vllm_config, name, version)
+    await state.engine_client.collective_rpc(LOAD_ITEM_LIST, args=(name, path, read.digest))
+    item_lists_for_requests(state.vllm_config)[name] = read
+    return {"name": name, **read._asdict()}
 
 
 async def _read(

@@ -93,6 +93,9 @@ class NarrowSelectionHead:
             except Exception as error:  # whatever the model's own code raises
                 self._most = 0
                 logger.info("searches with catalog_renormalize compute the logits of all tokens: %s", error)
+            else:
+                text = "searches with catalog_renormalize compute few logits where a level has at most %d tokens"
+                logger.info(text, self._most)
         return self._most
 
     def project(

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks.common import TARGET
 from benchmarks.server import Server
 from tests.support.served import NEWER, TITLES
+from vllm_trie.engine.catalog_exclusion import item_list_digest
 
 pytestmark = pytest.mark.slow
 
@@ -64,18 +66,21 @@ def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
     def replace(name: str, file: str) -> httpx.Response:
         return server.http.post(f"/v1/exclude/{name}", json={"file": file})
 
-    assert server.http.get("/v1/exclude").json() == ["blocked"]
+    (at_start,) = server.http.get("/v1/exclude").json()
+    assert (at_start["name"], at_start["items"]) == ("blocked", 1)
     assert sorted(filter(None, complete(server, 5, catalog="lines", exclude_list="blocked"))) == without(0)
     for name, file, why in (
         ("books", "newer.txt", "exclude_list='books' is unknown; known: blocked"),
         ("blocked", "../log", "is not in trie_beam.catalog_folder"),
-        ("blocked", "words.txt", "is not a list of items: invalid literal"),
+        ("blocked", "words.txt", "line 1: "),
         ("blocked", "none.txt", "cannot be read"),
     ):
         refusal = replace(name, file)
         assert (refusal.status_code, why in refusal.text) == (400, True), refusal.text
     try:
-        assert replace("blocked", "newer.txt").json() == {"name": "blocked", "items": 2}
+        told = replace("blocked", "newer.txt").json()
+        assert (told["items"], told["digest"]) == (2, item_list_digest(np.array([1, 2])))
+        assert server.http.get("/v1/exclude").json() == [told]
         found = complete(server, 5, catalog="lines", exclude_list="blocked", exclude_items="[3]")
         assert sorted(filter(None, found)) == without(1, 2, 3)
     finally:
