@@ -44,8 +44,15 @@ def answers(engine: Engine, prompts: list[dict[str, Any]], params: list[Any], af
     return [found[str(number)] for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize("options", [{}, looking_up(2)], ids=["plain", "looked-up drafts"])
-@pytest.mark.parametrize("form", [embedded, partly_embedded])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        pytest.param(embedded, {}, id="embedded"),
+        pytest.param(embedded, looking_up(2), id="embedded, looked-up drafts", marks=pytest.mark.nightly),
+        pytest.param(partly_embedded, {}, id="partly embedded", marks=pytest.mark.nightly),
+        pytest.param(partly_embedded, looking_up(2), id="partly embedded, looked-up drafts"),
+    ],
+)
 def test_embeddings_of_tokens_find_what_the_tokens_find(
     engines: Engines, options: dict[str, Any], form: Callable[[list[int]], dict[str, Any]]
 ) -> None:

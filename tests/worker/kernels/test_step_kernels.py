@@ -384,7 +384,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
     return problem
 
 
-@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=4, derandomize=True, phases=[Phase.generate])
 @given(problems_along_items())
 def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem: Problem) -> None:
     with only_wide():

@@ -224,7 +224,7 @@ def test_what_beams_compete_by_besides_sums_no_graph_takes_up() -> None:
         assert captures.count == count
 
 
-@pytest.mark.parametrize("width", [3, 70])
+@pytest.mark.parametrize("width", [3, pytest.param(70, marks=pytest.mark.nightly)])
 def test_few_logits_are_read_where_they_are(width: int) -> None:
     """Of a level of a catalog, in another place each time."""
     results, kept = [], []

@@ -113,7 +113,14 @@ def test_a_prompt_that_leaves_no_room_is_answered_as_without_the_plugin(server: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"length_penalty": 9.0}, {"length_penalty": -39.0}, *({"logprobs": n} for n in (1000, -1))], ids=str
+    "options",
+    [
+        pytest.param({"length_penalty": 9.0}, marks=pytest.mark.nightly),
+        {"length_penalty": -39.0},
+        {"logprobs": -1},
+        pytest.param({"logprobs": 1000}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 def test_numbers_that_vllms_own_beams_take_are_taken(server: Server, stock: Server, options: dict[str, Any]) -> None:
     prompt = "class Foo:\n    def close(self):\n        pass\n"
