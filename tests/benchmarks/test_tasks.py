@@ -167,6 +167,7 @@ def test_answers_are_judged_as_their_sets_are() -> None:
     assert summaries([SETS["articles"]] * 2, ["A storm closed the port.", "Dogs."]) == [1, 0]
 
 
+@pytest.mark.nightly
 def test_every_kind_of_task_is_measured_behind_the_option(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

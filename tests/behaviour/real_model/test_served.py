@@ -54,6 +54,7 @@ def test_served_beams_are_those_of_transformers(server: Server, real_model: Path
         assert agree(answers, theirs)
 
 
+@pytest.mark.nightly
 def test_the_parts_of_a_stream_make_the_whole(server: Server, prompts: list[list[int]]) -> None:
     for prompt in prompts:
         (whole,) = complete(server, prompt).choices

@@ -275,7 +275,7 @@ def test_forests_that_grow_unseen_are_those_of_the_host(seed: int) -> None:
     check(Problem(seed), by_kernels=False)
 
 
-@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=9, derandomize=True, phases=[Phase.generate])
 @given(st.integers(0, 10**9), st.sampled_from([4, SLOTS[-1]]))
 def test_forests_that_kernels_grow_are_those_of_the_host(seed: int, most_slots: int) -> None:
     check(Problem(seed), by_kernels=True, most_slots=most_slots)
