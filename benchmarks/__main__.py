@@ -1,7 +1,7 @@
 """The tables of RESULTS.md: `make bench` (minutes), `make bench-full`, or `python -m benchmarks --only memory`.
 
-Every table goes to the terminal and, as JSON and Markdown, to `--out`, with plots beside them. Ctrl-C keeps what is
-measured; the same command goes on from there.
+Every table goes to the terminal and, as JSON and Markdown, to `--out`, with plots next to them. Ctrl-C keeps what is
+measured; the same command continues from there.
 """
 
 from __future__ import annotations

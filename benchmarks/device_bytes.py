@@ -1,7 +1,7 @@
 """Bytes of device memory that operations of torch and kernels of ours read and write, by what they are given.
 
 Each tensor that is read or written counts once, as large as it is: what torch or a kernel goes over several times
-(`topk`, sorts, what lies in a cache) counts no more. Of what they look up in a tensor, only that counts.
+(`topk`, sorts, what is in a cache) counts no more. Of what they look up in a tensor, only that counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_REORDER = {
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of all that differs in a tensor: what is expanded lies there once."""
+    """Bytes of all that differs in a tensor: what is expanded is in memory once."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sides if stride or not size) * tensor.itemsize
 

@@ -1,6 +1,6 @@
 """Attention over shared blocks, of tokens and of trees: by our kernels, and by two calls of FlashAttention 3.
 
-All of it against torch, and timed beside the same kernels that share nothing; of trees also xformers' `tree_attention`,
+All against torch, and timed against the same kernels that share nothing; of trees also xformers' `tree_attention`,
 where that is installed. FlashAttention's library is vLLM's, which torch alone can load.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_check --fa3 _vllm_fa3_C.abi3.so --merge triton_merge_attn_states.py
 
 Kernels, steps and attention need torch, Triton, numpy and msgspec alone, and a minute. What fails is told, and the rest
-goes on unless the process has lost the device; the exit status is 1 then. `--interpret` rehearses all of it on a CPU,
+continues unless the process has lost the device; the exit status is 1 then. `--interpret` rehearses all of it on a CPU,
 on small shapes, without times. Every table goes to the terminal and, as JSON, to `--out`.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_searches
 
-Each way that an engine may go on a GPU: by CUDA graphs, with shared blocks read once, with drafts of a model along
+Each way in which an engine may run on a GPU: by CUDA graphs, with shared blocks read once, with drafts of a model along
 trees, and with drafts by n-grams. Most hypotheses must be those of transformers in float16: not all, since two
 implementations round otherwise, and what one of them keeps by a hair the other drops. But every hypothesis must have
 the log-probability that transformers gives it in float32, up to rounding: blocks that beams mixed up would change it.

@@ -132,7 +132,7 @@ def check_same(found: SearchStepResult[np.ndarray], expected: SearchStepResult[n
 
 
 def _check_beams(name: str, found: Any, expected: Any) -> None:
-    """Equal but for what lies at the last score that is kept."""
+    """Equal except for what has the last score that is kept."""
     scores = [np.sort(step.scores) for step in (found, expected)]
     assert scores[0].shape == scores[1].shape, f"{name}: other numbers"
     assert np.allclose(*scores, atol=TOLERANCE, rtol=0), f"{name}: other scores"

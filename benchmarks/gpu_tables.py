@@ -1,6 +1,6 @@
 """Tables of what a GPU gave: to the terminal, and as JSON in the form that `benchmarks.report` makes pages of.
 
-They need torch alone; where rich is installed, they are drawn.
+They need torch alone; where rich is installed, they are printed as tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every table is made with: its cells, the engines they share, and the file that keeps what is measured.
 
 A table is a list of cells; each is measured by itself and kept at once, so that an interrupted run loses one cell, and
-the next one goes on behind the last.
+the next one continues after the last.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Measured(NamedTuple):
     """What one cell gave."""
 
     rows: list[Cell]
-    series: Mapping[str, list[float]] = MappingProxyType({})  # what plots need beside rows
+    series: Mapping[str, list[float]] = MappingProxyType({})  # what plots need besides rows
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> int:
     """Measure what is not kept yet of one table, and show all of it, even if interrupted.
 
     Returns:
-        How many cells cannot be measured; why, the terminal tells.
+        How many cells cannot be measured; the terminal shows why.
     """
     kept = Kept.open(out, name, table, bench.setting, again)
     cells = [cell for cell in table.cells(bench.setting) if not kept.has(cell)]

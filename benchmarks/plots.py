@@ -1,4 +1,4 @@
-"""Plots of what is measured, as the papers draw it: PNG files beside the tables."""
+"""Plots of what is measured, as the papers draw it: PNG files next to the tables."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from benchmarks.smollm2 import get
 from benchmarks.whisper_base import get as whisper
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_REAL_MODEL = "smollm2"  # the folder beside the toy's tables
+OF_REAL_MODEL = "smollm2"  # the folder next to the toy's tables
 OF_SPEECH = "whisper_base"  # the same of a model that hears
 OF_GPUS = "gpu"  # another one, whose tables have one page together
 ABOUT_GPUS = (

@@ -72,7 +72,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, below those that the system gives to whoever asks for any.
+    """A port on which nobody listens, below those that the system gives to processes that ask for any.
 
     So it is still free when a process that takes seconds to start listens on it.
     """

@@ -108,8 +108,8 @@ TOO_MUCH: dict[str, dict[str, Any]] = {  # what must be refused
     "a stop string of a megabyte": {**beams(4), "stop": ["x" * (1 << 20)]},
     "too many items": beams(4, allowed_sequences=items(100_001, seed=0)),
 }
-FIRST_TURN = "4 beams"  # whose best hypothesis the next turn goes on from
-NOT_COMPARED = ("drawn", "drawn beams", "stochastic", "steps")  # what is drawn depends on what else is
+FIRST_TURN = "4 beams"  # whose best hypothesis the next turn continues
+NOT_COMPARED = ("drawn", "drawn beams", "stochastic", "steps")  # what is sampled depends on what else is
 
 
 class Answer(NamedTuple):

@@ -54,7 +54,7 @@ def total_counts(outputs: Sequence[Any]) -> GroupCounts:
 
 
 class Layers:
-    """Layers of drawn drafts that were verified, and those that were accepted as they were drafted."""
+    """Layers of sampled drafts that were verified, and those that were accepted as they were drafted."""
 
     def __init__(self) -> None:
         self.num_verified = self.num_accepted = 0

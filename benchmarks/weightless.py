@@ -58,7 +58,7 @@ MOST_PROGRAMS = 65_535  # that CUDA launches in the second dimension of a grid; 
 class Launches:
     """In the place of a kernel: notes that it was launched, with how many bytes, and which of its variants.
 
-    Variants are those that Triton tells apart.
+    Variants are those that Triton distinguishes.
 
     Args:
         kernel: Compiled or interpreted.

@@ -1,6 +1,6 @@
 """Record what transformers 4 finds by group beam search, which transformers 5 no longer has.
 
-`tests/behaviour/search/group_beams.json` holds the record, `test_beam_groups.py` beside it compares with it. To record
+`tests/behaviour/search/group_beams.json` holds the record, `test_beam_groups.py` next to it compares with it. To record
 anew, in an environment of its own:
 
     python -m venv transformers4
@@ -100,7 +100,7 @@ def _found(model: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, 
 
 
 def _further(tokens: tuple[int, ...], eos: int) -> list[int]:
-    """What items go on with after these tokens, and what ends one."""
+    """How items continue after these tokens, and what ends one."""
     ways = {item[len(tokens)] for item in ITEMS if len(item) > len(tokens) and item[: len(tokens)] == tokens}
     return sorted(ways | ({eos} if tokens in ITEMS else set())) or [eos]
 

@@ -1,4 +1,4 @@
-"""Beams in vLLM's engine beside transformers' `generate` on the same model, or vLLM's own loop, in one process."""
+"""Compares beams in vLLM's engine with transformers' `generate` on the same model, or vLLM's own loop, in one process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def measure(architecture: Architecture, folder: Path) -> dict[str, Any]:
 
 
 def measure_speculation(architecture: Architecture, folder: Path) -> dict[str, Any]:
-    """Searches whose draft model is the model itself, beside plain ones in the same engine.
+    """Searches whose draft model is the model itself, compared with plain ones in the same engine.
 
     Of some models vLLM then takes the MTP head, which beams do not draft by: n-grams draft there.
     """

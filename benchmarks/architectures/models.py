@@ -87,7 +87,7 @@ class Architecture:
         name: As people call it.
         examples: Published models.
         config: The name of transformers' class of configurations.
-        options: Of the configuration, beside `COMMON`.
+        options: Of the configuration, besides `COMMON`.
         engine: Options of the engine.
         saved: Fields that vLLM reads and transformers does not save.
         without: What of `COMMON` the configuration does not take.

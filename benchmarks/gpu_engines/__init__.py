@@ -1,1 +1,1 @@
-"""Engines on a GPU, beside sampling and beside what peers publish."""
+"""Engines on a GPU, compared with sampling and with what peers publish."""

@@ -1,4 +1,4 @@
-"""Calls of `LLM.generate`: n beams, answered as arrays and as n outputs, beside n sampled sequences."""
+"""Calls of `LLM.generate`: n beams, answered as arrays and as n outputs, compared with n sampled sequences."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 VOCAB_SIZE, HEAD_SIZE, KV_HEADS, MAX_LENGTH = 151_936, 128, 8, 8192
-SPARE_ROWS = 120  # beside those that a case has at a time
+SPARE_ROWS = 120  # besides those that a case has at a time
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile
 ITEMS, FIRST_CODE = 100_000, 1000  # of a catalog, and of its tokens
 CATALOGS = {3: 256, 4: 8192}  # by length of the items: codes of each level

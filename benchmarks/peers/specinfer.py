@@ -35,7 +35,7 @@ class Tree:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.paths: list[list[int]] = []  # of each node, the nodes from the first to itself
-        self.children: list[list[int]] = []  # of each node, in the order they were drawn
+        self.children: list[list[int]] = []  # of each node, in the order in which they were sampled
         self.distributions: dict[int, torch.Tensor] = {}  # q [V] float64, of each node that has children
 
     def add(self, token: int, parent: int | None = None) -> int:
@@ -167,7 +167,7 @@ class TreeSpeculation:
         return (logits.double() / self.temperature).softmax(-1)
 
     def _drafted(self, draft: CachedModel, committed: list[int], last: int, rng: np.random.Generator) -> Tree:
-        """A tree below the last token; siblings are drawn independently, so they may be equal."""
+        """A tree below the last token; siblings are sampled independently, so they may be equal."""
         tree = Tree()
         layer = [tree.add(last)]
         for width in self.expansion:
@@ -181,7 +181,7 @@ class TreeSpeculation:
         return tree
 
     def _verified(self, tree: Tree, logp: torch.Tensor, rng: np.random.Generator) -> tuple[list[int], int]:
-        """The path of accepted nodes, from node 0, and the token drawn after them."""
+        """The path of accepted nodes, from node 0, and the token sampled after them."""
         node = 0
         while True:
             p = self._distribution(logp[node])

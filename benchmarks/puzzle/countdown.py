@@ -35,7 +35,7 @@ class Puzzle(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A line, and the numbers that are left behind it."""
+    """A line, and the numbers that are left after it."""
 
     line: str
     left: Numbers
@@ -69,7 +69,7 @@ def is_solved(puzzle: Puzzle, answer: str) -> bool:
 
 
 def left_behind(puzzle: Puzzle, answer: str) -> Numbers | None:
-    """The numbers that are left behind these lines; None if one of them is wrong."""
+    """The numbers that are left after these lines; None if one of them is wrong."""
     left = list(puzzle.numbers)
     for line in answer.removesuffix("\n").split("\n"):
         match = LINE.fullmatch(line)

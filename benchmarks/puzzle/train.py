@@ -1,8 +1,8 @@
 """Train the model of the puzzle, and the network that values its partial answers: `python -m benchmarks.puzzle.train`.
 
-The target, a Llama of 0.8 M parameters with a token per number, learns solutions that are drawn from all there are. The
-network learns from what the target draws on puzzles that it has not seen: behind each line, whether the answer came to
-solve its puzzle. No solver tells it anything. Minutes on one core.
+The target, a Llama of 0.8 M parameters with a token per number, learns solutions that are sampled from all of them. The
+network learns from what the target samples on puzzles that it has not seen: after each line, whether the answer came to
+solve its puzzle. No solver helps it. Minutes on one core.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def draw(
 
 
 def learn_value(rollouts: list[Rollout]) -> torch.nn.Sequential:
-    """Let a network learn whether answers came to be right, from what it sees behind each of their lines."""
+    """Let a network learn whether answers came to be right, from what it sees after each of their lines."""
     torch.manual_seed(0)
     network, (seen, are_right) = untrained_value(), examples(rollouts)
     optimizer = torch.optim.AdamW(network.parameters(), weight_decay=0.05)
@@ -151,7 +151,7 @@ def learn_value(rollouts: list[Rollout]) -> torch.nn.Sequential:
 
 
 def examples(rollouts: list[Rollout], lines: Iterable[int] = range(NUM_LINES)) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the network sees behind these lines, [partial answers, features], and whether they came to be right."""
+    """What the network sees after these lines, [partial answers, features], and whether they came to be right."""
     parts = [(r.puzzle.prompt, r.parts[line], r.is_right) for r in rollouts for line in lines if line < len(r.parts)]
     seen = torch.stack([features(prompt, part) for prompt, part, _ in parts])
     return seen, torch.tensor([float(is_right) for *_, is_right in parts])

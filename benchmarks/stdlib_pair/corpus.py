@@ -75,7 +75,7 @@ def _first_line(node: ast.stmt) -> int:
 class Beginning(NamedTuple):
     """Of a function."""
 
-    prompt: str  # up to a colon, without the newline: it and the indentation behind it are one token
+    prompt: str  # up to a colon, without the newline: it and the indentation after it are one token
     next_line: str  # without its indentation
 
 

@@ -2,7 +2,7 @@
 
 The head is one layer, which reads of each token its embedding and what the target computed at the token before it. It
 learns on the target's corpus to predict what the target predicts; embeddings and output projection are the target's.
-As in EAGLE-3 (arXiv 2503.01840), it also learns to go on from its own states, which it does behind its drafts.
+As in EAGLE-3 (arXiv 2503.01840), it also learns to continue from its own states, which it does after its drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGET = Path(__file__).with_name("target")
 AUX_LAYERS = (2, 5, 7)  # of the target: the head reads what comes out of them, counted from 1
 SHAPE = {"num_hidden_layers": 1, "intermediate_size": 256}
 CYCLES, PEAK_RATE, BATCH = (700, 300), 3e-3, 4  # steps of each cycle
-DEPTH, DECAY = 3, 0.8  # drafts in a row that it learns, and what each weighs beside the one before it
+DEPTH, DECAY = 3, 0.8  # drafts in a row that it learns, and what each weighs relative to the one before it
 
 
 class Pairs(NamedTuple):
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
     keys: Tensor  # [B, heads, T, head_dim]
     values: Tensor  # likewise
-    states: Tensor  # [B, T, H], what it goes on from
+    states: Tensor  # [B, T, H], from which it continues
     logits: Tensor  # [B, T, V], of the token after it
 
 
@@ -83,7 +83,7 @@ class Head(nn.Module):
         return torch.cat(states, -1), logits
 
     def first(self, states: Tensor) -> Tensor:
-        """[B, T, H] what stands beside each token: the target's states [B, T, layers * H] at the token before it."""
+        """[B, T, H] what comes with each token: the target's states [B, T, layers * H] at the token before it."""
         return shifted(self.fc(states))
 
     def forward(self, tokens: Tensor, beside: Tensor, before: list[Pairs]) -> Pairs:

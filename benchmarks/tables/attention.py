@@ -1,4 +1,4 @@
-"""Attention that reads shared blocks once: one layer of a step beside vLLM's, and whole searches beside sampling."""
+"""Attention that reads shared blocks once: a layer compared with vLLM's, and whole searches with sampling."""
 
 from __future__ import annotations
 

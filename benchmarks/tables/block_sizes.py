@@ -21,7 +21,7 @@ from vllm_trie import beam_params
 from vllm_trie.trie.blocks import BlockTrie, trie_fan_out_blocks
 
 SIZES = (1, 8, 16, 32, 64)
-Operation = tuple[str, tuple[Any, ...]]  # a method of `BlockTrie`, and what it takes beside new blocks
+Operation = tuple[str, tuple[Any, ...]]  # a method of `BlockTrie`, and its arguments besides new blocks
 
 
 class Replayed(NamedTuple):

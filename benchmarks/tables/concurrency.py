@@ -20,7 +20,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def measure(bench: Bench, groups: int, width: int) -> Measured:
-    """The peers in turn on the same batch; what raises is a failed cell and the rest goes on."""
+    """The peers in turn on the same batch; what raises is a failed cell, and the rest continues."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(4, 16, 16)
     prompts = bench.prompts(groups, 64)

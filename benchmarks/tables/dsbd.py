@@ -1,4 +1,4 @@
-"""Beam sampling with drafts beside beam sampling without, at equal seeds: the DSBD paper's comparison, mode by mode."""
+"""Beam sampling with drafts and without, at equal seeds: the DSBD paper's comparison, mode by mode."""
 
 from __future__ import annotations
 

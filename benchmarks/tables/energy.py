@@ -1,4 +1,4 @@
-"""Energy per token, where the machine tells: RAPL of Linux' powercap, and NVML."""
+"""Energy per token, where the machine measures it: RAPL of Linux' powercap, and NVML."""
 
 from __future__ import annotations
 

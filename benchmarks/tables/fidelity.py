@@ -171,7 +171,7 @@ def parity_cells(setting: Setting) -> list[Cell]:
 
 
 def measure_parity(bench: Bench, set_name: str, width: int, start: int, end: int) -> Measured:
-    """All hypotheses of some prompts of a set, beside transformers'."""
+    """All hypotheses of some prompts of a set, compared with transformers'."""
     num_tokens = bench.setting.max_tokens or bench.setting.pick(8, PARITY_TOKENS, PARITY_TOKENS)
     prompts = bench.prompts(end, of=bench.setting.prompt_set(set_name))[start:]
     params = beam_params(width, n=width, max_tokens=num_tokens)

@@ -18,7 +18,7 @@ PARTS = ("whole step", "schedule", "expand", "forward", "select", "fork", "repla
 def ms_by_part(llm: Any, search: Callable[[], Any], repeats: int) -> dict[str, Any]:
     """Milliseconds of the host per decoding step of each part, medians over searches of their means over steps.
 
-    `select` without `fork`; `outputs`, which happen once, are shared out over the steps. What a GPU computes goes on
+    `select` without `fork`; `outputs`, which happen once, are shared out over the steps. What a GPU computes continues
     after the host has launched it.
     """
     runner = runner_of(llm)

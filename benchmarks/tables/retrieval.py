@@ -1,7 +1,7 @@
 """Generative retrieval: wide beams along a catalog of items, each a few tokens, after a long prompt.
 
 The catalog is synthetic unless `--catalog` names one: items of `NUM_LEVELS` tokens, each level with tokens of its own,
-as semantic ids have them, drawn by a seeded generator.
+as semantic ids have them, sampled by a seeded generator.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def engine_of(bench: Bench, variant: str, widest: int, sizes: Sequence[int]) -> 
 
 
 def variants(setting: Setting) -> tuple[str, ...]:
-    """The model itself, and beside the toy a larger one."""
+    """The model itself, and besides the toy a larger one."""
     return (models.AS_IT_IS, models.RANDOM_60M) if setting.is_toy else (models.AS_IT_IS,)
 
 

@@ -1,7 +1,7 @@
 """A retrieval service under load: servers with beams along a catalog, and with vLLM's own beams, and transformers.
 
 The load is that of benchmarks/arrivals.py; the server with beams is asked by the client of examples/retrieve. A prompt
-is the end of a user's history: the tokens of items, drawn anew for each request, so that no prompt is cached. One
+is the end of a user's history: the tokens of items, sampled anew for each request, so that no prompt is cached. One
 search returns nothing of the whole history. To measure a shape that others publish, build a catalog of it by
 examples/retrieve/make_items.py and pass --catalog, --widths and --prompt-tokens.
 """
@@ -115,7 +115,7 @@ def _figures(load: Load) -> Cell:
 
 
 def users(setting: Setting, catalog: Catalog, cell: str) -> Iterator[User]:
-    """Users whose prompts are as many items as there is room for, drawn anew without end.
+    """Users whose prompts are as many items as there is room for, sampled anew without end.
 
     Args:
         cell: Cells share no prompts, as they may share a server with its prefix cache.

@@ -21,7 +21,7 @@ WIDTH = 5
 
 
 class Parts(NamedTuple):
-    """Seconds of one call. What a peer's search does beside the decoder is part of its decoder."""
+    """Seconds of one call. What a peer's search does besides the decoder is part of its decoder."""
 
     whole: float
     features: float

@@ -23,7 +23,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def measure(bench: Bench, width: int, num_prompt: int) -> Measured:
-    """Ordinary requests, one after the other, beside nothing, beside samples and beside beams, in turn."""
+    """Ordinary requests, one after the other: alone, in the same batches as samples, and as beams, in turn."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

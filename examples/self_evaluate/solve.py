@@ -25,7 +25,7 @@ class SelfEvaluation:
     """Scores a chain of steps by `weight * log likelihood + (1 - weight) * log faithfulness`, the log of equation 4.
 
     Both are products over the steps. The likelihood of a step is the model's; its faithfulness is the probability of
-    "A" behind the question whether it is correct. One request asks for both.
+    "A" after the question whether it is correct. One request asks for both.
     """
 
     def __init__(self, llm: LLM, weight: float) -> None:

@@ -1,4 +1,4 @@
-"""Solves problems step by step; a reward model says which steps go on."""
+"""Solves problems step by step; a reward model decides which steps continue."""
 
 import argparse
 
@@ -22,13 +22,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--reward-model", required=True, help="a classifier, or a reward model")
-    parser.add_argument("--step-tag", help="what the reward model expects to find behind each step")
+    parser.add_argument("--step-tag", help="what the reward model expects to find after each step")
     arguments = parser.parse_args()
 
     reward_model = LLM(arguments.reward_model, runner="pooling", kv_cache_memory_bytes=1 << 28)
 
     def tagged(candidates: list[StepCandidate]) -> list[float]:
-        """The reward model's last number for each candidate, with the tag behind its steps."""
+        """The reward model's last number for each candidate, with the tag after its steps."""
         texts = [c.prompt + "".join(step + arguments.step_tag for step in c.steps) for c in candidates]
         outputs = reward_model.encode(texts, pooling_task=reward_model.pooling_task, use_tqdm=False)
         return [output.outputs.data.flatten()[-1].item() for output in outputs]
