@@ -1,4 +1,4 @@
-"""Compares beams in vLLM's engine with transformers' `generate` on the same model, or vLLM's own loop, in one process."""
+"""Compares beams in vLLM's engine with transformers' `generate`, or vLLM's own loop, on the same model, in one process."""
 
 from __future__ import annotations
 
