@@ -1,4 +1,4 @@
-"""Compares beams in vLLM's engine with transformers' `generate`, or vLLM's own loop, on the same model, in one process."""
+"""Compares beams in vLLM's engine with transformers' `generate`, or vLLM's own loop, on one model, in one process."""
 
 from __future__ import annotations
 
