@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 NUM_SLOTS, MAX_LEN, VOCAB_SIZE = 6, 48, 1100  # more than one block of the vocabulary
-few = settings(max_examples=16)
+few = settings(max_examples=10)
 
 
 @dataclass

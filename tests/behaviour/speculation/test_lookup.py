@@ -70,6 +70,7 @@ def test_what_is_copied_takes_fewer_forwards(engines: Engines, copying_model: Pa
     assert min(least) > 2
 
 
+@pytest.mark.nightly
 def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, copying_model: Path) -> None:
     engine = engines(copying_model, **looking_up(4), max_num_seqs=128)
     widths = {"beam_width": 4, "draft_width": 12, "max_tokens": 24}

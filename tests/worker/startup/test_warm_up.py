@@ -244,7 +244,10 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize("most_children", [1, 16, 17, 4096, 4097])
+@pytest.mark.parametrize(
+    "most_children",
+    [1, 16, pytest.param(17, marks=pytest.mark.nightly), pytest.param(4096, marks=pytest.mark.nightly), 4097],
+)
 @pytest.mark.parametrize("renormalizes", [False, True])
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int, renormalizes: bool
@@ -296,7 +299,13 @@ def test_no_batch_launches_an_attention_that_was_not_warmed(
 
 @pytest.mark.parametrize(
     ("has_drafts", "max_beam_width", "widest"),
-    [(False, None, 128), (False, 4, 4), (False, 200, 128), (True, None, 1024), (True, 99, 128)],
+    [
+        (False, None, 128),
+        (False, 4, 4),
+        (False, 200, 128),
+        pytest.param(True, None, 1024, marks=pytest.mark.nightly),
+        (True, 99, 128),
+    ],
 )
 def test_as_many_slots_are_warmed_as_a_search_may_have(
     noted: dict[str, Launches], has_drafts: bool, max_beam_width: int | None, widest: int

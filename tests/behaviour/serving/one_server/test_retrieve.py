@@ -85,11 +85,11 @@ def test_every_answer_is_wholly_of_one_version_while_versions_change(server: Ser
         async def ask(retriever: Retriever) -> None:
             while not is_over:
                 may_be = set(current)
-                running.append(may_be)
+                running[asyncio.current_task()] = may_be
                 answers.append((may_be, await retriever.find(PROMPTS[len(answers) % len(PROMPTS)], WIDTH)))
-                running.remove(may_be)
+                del running[asyncio.current_task()]
 
-        running: list[set[str]] = []
+        running: dict[asyncio.Task[None] | None, set[str]] = {}
         await replace([server.url], "lines", "odd.catalog")
         async with Retriever(server.url, "target", "lines") as retriever:
             clients = [asyncio.create_task(ask(retriever)) for _ in range(num_clients)]
@@ -99,7 +99,7 @@ def test_every_answer_is_wholly_of_one_version_while_versions_change(server: Ser
                     await asyncio.sleep(0.01)
                 file = [*VERSIONS][number % 2]
                 current.add(file)
-                for may_be in running:
+                for may_be in running.values():
                     may_be.add(file)
                 await replace([server.url], "lines", file)
                 current.intersection_update({file})
