@@ -23,6 +23,7 @@ FOREIGN = [
     *(("early_stop", "did you mean early_stopping?"), ("do_early_stopping", "did you mean early_stopping?")),
     *(("renormalize_logits", "filters never renormalize"), ("force_words_ids", "no phrase can be forced to occur")),
     *(("constraints", "no phrase can be forced"), ("exponential_decay_length_penalty", "length_penalty is the")),
+    *(("exclude_ids", "did you mean exclude_items?"), ("excluded_items", "did you mean exclude_items?")),
     *(("patience", "early_stopping decides when"), ("max_new_tokens", "did you mean max_tokens?")),
 ]
 
