@@ -23,7 +23,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def measure(bench: Bench, width: int, num_prompt: int) -> Measured:
-    """Ordinary requests, one after the other: alone, in the same batches as samples, and as beams, in turn."""
+    """Ordinary requests, one after the other: alone, in batches with samples, and in batches with beams, in turn."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

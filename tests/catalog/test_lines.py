@@ -51,8 +51,8 @@ def test_text_is_an_item_per_line_as_it_stands(tmp_path: Path, tokenizer: object
 
 def test_a_list_of_tokens_in_a_file_of_texts_is_refused(tmp_path: Path, tokenizer: object) -> None:
     assert len(read(tmp_path / "items.txt", "[1, 2] def", "[]", "[x]", tokenizer=tokenizer).ids) == 3
-    with pytest.raises(ValueError, match=r"items.txt, line 2: a list of token ids in a file of texts; end the file's"):
-        read(tmp_path / "items.txt", "def", "[1, 2]", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"items.txt, line 2: a list of token ids in a file of texts; name the file"):
+        read(tmp_path / "items.txt", "def", "[1, 2] ", tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(("name", "row"), [("items.txt", "def"), ("items.jsonl", '"def"')])

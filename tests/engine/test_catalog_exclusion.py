@@ -194,7 +194,7 @@ def test_a_file_that_is_no_list_is_refused_by_name(tmp_path: Path, case: str) ->
     with pytest.raises(ValueError, match=r"list, line 3: '.*' is not an item's id; write one integer of 64 bits per"):
         read_item_list(str(tmp_path / "list"))
     (tmp_path / "list").write_bytes(b"\xff\x00")
-    with pytest.raises(ValueError, match="list is not a list of items but a binary file; write one id per line"):
+    with pytest.raises(ValueError, match="list is not UTF-8 text; write one item id per line"):
         read_item_list(str(tmp_path / "list"))
     with pytest.raises(ValueError, match="missing cannot be read: No such file or directory; pass a file with one"):
         read_item_list(str(tmp_path / "missing"))

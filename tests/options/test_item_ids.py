@@ -54,10 +54,15 @@ def test_what_is_no_list_of_integers_of_64_bits_is_refused(ids: object) -> None:
         BeamParams(beam_width=2, catalog="items", exclude_items=ids)
 
 
-@pytest.mark.parametrize("ids", [(3, 5), {3, 5}, frozenset({3, 5}), np.array([3, 5], np.int32), np.array([3, 5])])
+@pytest.mark.parametrize("ids", [(3, 5), {3, 5}, frozenset({3, 5}), np.array([3, 5], np.int32), [*np.array([3, 5])]])
 def test_a_tuple_set_or_array_of_integers_is_a_list(ids: object) -> None:
     params = beam_params(2, catalog="items", exclude_items=ids)
     assert sorted(parse_options(params.extra_args).exclude_items.numbers) == [3, 5]
+
+
+def test_an_array_is_no_option_of_a_search_by_steps() -> None:
+    with pytest.raises(ValueError, match="exclude_items is not supported together with unit="):
+        beam_params(2, unit="step", step_stop=["x"], scorer=len, exclude_items=np.array([3, 5]))
 
 
 def test_a_text_of_too_many_is_refused_by_their_number() -> None:

@@ -125,6 +125,8 @@ def test_width_above_the_engines_own_limit_is_refused() -> None:
     limits = replace(LIMITS, max_beam_width=16)
     with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, the limit of this engine; lower it"):
         check(limits, beam_width=17)
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_beam_width=16"):  # more rows would not help
+        check(limits, beam_width=65)
     check(limits, beam_width=16)
 
 

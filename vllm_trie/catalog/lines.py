@@ -64,8 +64,10 @@ def _catalog_line_text(line: bytes) -> str:
     if not line.strip():
         raise ValueError("it is blank")
     text = line.decode().rstrip("\r\n")
-    if _TOKENS_IN_TEXT.fullmatch(text):
-        raise ValueError("a list of token ids in a file of texts; end the file's name in .jsonl")
+    if _TOKENS_IN_TEXT.fullmatch(text.strip()):
+        raise ValueError(
+            "a list of token ids in a file of texts; name the file .jsonl, where texts have quotation marks"
+        )
     return text
 
 

@@ -114,11 +114,11 @@ def read_item_list(path: str) -> np.ndarray:
         ValueError: the file cannot be read, or a line is not an id.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; pass a file with one item id per line") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a list of items but a binary file; write one id per line") from None
+        raise ValueError(f"{path} is not UTF-8 text; write one item id per line") from None
     try:
         return np.unique(np.array(text.split(), np.int64))
     except (ValueError, OverflowError):
@@ -130,10 +130,9 @@ def read_item_list(path: str) -> np.ndarray:
 
 def _are_ids(line: str) -> bool:
     try:
-        np.array(line.split(), np.int64)
-    except (ValueError, OverflowError):
+        return all(-1 << 63 <= int(word) < 1 << 63 for word in line.split())
+    except ValueError:
         return False
-    return True
 
 
 def item_list_digest(ids: np.ndarray) -> str:

@@ -23,12 +23,12 @@ class ItemIds(bytes):
         """
         if isinstance(ids, cls):
             return ids
-        if isinstance(ids, np.ndarray):
-            ids = ids.tolist()
-        elif isinstance(ids, tuple | set | frozenset):
-            ids = [*ids]
-        if not isinstance(ids, list) or len(ids) > MOST_EXCLUDED or [*map(type, ids)].count(int) < len(ids):
-            raise ValueError("not a list of integers, or too long")
+        is_array = isinstance(ids, np.ndarray) and ids.ndim == 1
+        if not (is_array or isinstance(ids, list | tuple | set | frozenset)) or len(ids) > MOST_EXCLUDED:
+            raise ValueError("not a list, or too long")
+        ids = ids.tolist() if is_array else [*ids]
+        if [*map(type, ids)].count(int) < len(ids) and not all(_is_integer(own_id) for own_id in ids):
+            raise ValueError("not a list of integers")
         try:
             return cls(struct.pack(f"={len(ids)}q", *ids))
         except struct.error:
@@ -44,6 +44,10 @@ class ItemIds(bytes):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+def _is_integer(own_id: Any) -> bool:
+    return type(own_id) is int or isinstance(own_id, np.integer)
 
 
 def read_item_ids(text: str) -> Any:

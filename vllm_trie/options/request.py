@@ -114,9 +114,15 @@ def options_of_search(options: Mapping[str, Any]) -> SearchParams:
     params = kind(**{name: value for name, value in options.items() if name in kind.model_fields})
     others = options.keys() - kind.model_fields.keys()
     refuse_options(
-        {name: options[name] for name in others if options[name] != OPTIONS[name].default} | {"unit": params.unit}
+        {name: options[name] for name in others if _is_set(options[name], OPTIONS[name].default)}
+        | {"unit": params.unit}
     )
     return params
+
+
+def _is_set(value: Any, default: Any) -> bool:
+    """Whether a value differs from the default; arrays do, and compare item by item."""
+    return hasattr(value, "__array__") or value != default
 
 
 def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:

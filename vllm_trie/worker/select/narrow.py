@@ -94,7 +94,7 @@ class NarrowSelectionHead:
                 self._most = 0
                 logger.info("searches with catalog_renormalize compute the logits of all tokens: %s", error)
             else:
-                text = "searches with catalog_renormalize compute few logits where a level has at most %d tokens"
+                text = "searches with catalog_renormalize compute only a level's logits if it has at most %d tokens"
                 logger.info(text, self._most)
         return self._most
 
