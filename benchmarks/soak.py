@@ -383,7 +383,7 @@ def main() -> None:
                 "versions of the catalog": soak.num_versions,
                 "pauses": soak.num_pauses,
             }
-        errors = error_lines((folder / "log").read_text())
+            errors = error_lines((folder / "log").read_text())  # vLLM logs that its engine is gone at the end
     report(soak, args, counters, errors)
 
 
