@@ -89,7 +89,12 @@ def is_as_shown(example: Example, printed: str) -> bool:
         pytest.skip("its output is recorded")
     if not example.output:
         return False
-    ours, theirs = (DECIMAL.split(textwrap.dedent(text)) for text in (printed, example.output))
+    return are_shown_alike(printed, example.output)
+
+
+def are_shown_alike(printed: str, output: str) -> bool:
+    """Whether two texts are equal but for their indentation, decimal numbers nearly."""
+    ours, theirs = (DECIMAL.split(textwrap.dedent(text)) for text in (printed, output))
     return ours[::2] == theirs[::2] and all(
         abs(float(one) - float(other)) <= CLOSE for one, other in zip(ours[1::2], theirs[1::2], strict=True)
     )

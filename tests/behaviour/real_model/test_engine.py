@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from benchmarks.demo_prompts import PERSON, REAL_TASKS
 from benchmarks.watch import total_counts
+from examples.retrieve.client import QUESTIONS
 from tests.support.disturb import Clumsy
-from tests.support.engine import Engine, Engines
+from tests.support.documents import are_shown_alike
+from tests.support.engine import ROOT, Engine, Engines
 from tests.support.pairs import drafting, looking_up
 from tests.support.reference import agree, engine_answers, transformers_beams_of_all
 from tests.support.running import MOST_TIES, count_ties, run
@@ -23,6 +26,7 @@ from vllm_trie.entrypoints.llm import llm_beam_search
 
 pytestmark = pytest.mark.slow
 
+RETRIEVE = ROOT / "examples" / "retrieve"
 EOS = 2
 WIDTH = 4
 TOKENS = 32
@@ -52,6 +56,20 @@ def test_beams_are_those_of_transformers(engine: Engine, real_model: Path, promp
         same += agree(engine_answers(output, 1.0), theirs)
     assert same == len(prompts)
     assert {hypothesis.finish_reason for output in outputs for hypothesis in output.outputs} == {"stop", "length"}
+
+
+def test_the_retrieval_example_finds_what_its_readme_shows(engine: Engine) -> None:
+    items = [json.loads(line) for line in (RETRIEVE / "items.jsonl").read_text().splitlines()]
+    named = {"allowed_sequences": [item["text"] for item in items], "length_penalty": 0.0, "speculation": "off"}
+    params = beam_params(len(items), n=len(items), max_tokens=16, **named)
+    lines = list[str]()
+    for prompt, output in zip(QUESTIONS, engine.llm.generate(QUESTIONS, params, use_tqdm=False), strict=True):
+        lines.append(prompt)
+        ids = output.kv_transfer_params["trie_beam"]["item_ids"]
+        for index, hypothesis in list(zip(ids, output.outputs, strict=True))[:3]:
+            lines.append(f"  {hypothesis.cumulative_logprob:8.4f}  item {items[index]['id']}")
+    (shown,) = re.findall(r"`--dtype float32`:\n\n((?:    .*\n)+)", (RETRIEVE / "README.md").read_text())
+    assert are_shown_alike("\n".join(lines) + "\n", shown)
 
 
 @pytest.mark.nightly

@@ -57,16 +57,23 @@ def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
         store = CatalogStore(
             {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
         )
-        lists = plugin_config_of(vllm_config).exclude.items()
-        _item_lists[vllm_config.instance_id] = {name: ItemListVersion.of(read_item_list(path)) for name, path in lists}
+        item_lists_for_requests(vllm_config)  # checked at the start, too
         _stores[vllm_config.instance_id] = store
     return store
 
 
 def item_lists_for_requests(vllm_config: VllmConfig) -> dict[str, ItemListVersion]:
-    """The lists of items to exclude of an engine, by name."""
-    catalogs_for_requests(vllm_config)  # which reads them
-    return _item_lists[vllm_config.instance_id]
+    """The lists of items to exclude of an engine, by name.
+
+    Raises:
+        ValueError: a file is not a list of items.
+    """
+    if (known := _item_lists.get(vllm_config.instance_id)) is None:
+        files = plugin_config_of(vllm_config).exclude.items()
+        known = _item_lists[vllm_config.instance_id] = {
+            name: ItemListVersion.of(read_item_list(path)) for name, path in files
+        }
+    return known
 
 
 def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
