@@ -244,10 +244,7 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize(
-    "most_children",
-    [1, 16, 17, 4096, 4097],
-)
+@pytest.mark.parametrize("most_children", [1, 16, 17, 4096, 4097])
 @pytest.mark.parametrize("renormalizes", [False, True])
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int, renormalizes: bool
