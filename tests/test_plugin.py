@@ -154,6 +154,7 @@ def test_what_an_engine_may_do_without_is_there(name: str) -> None:
     assert find_spec(f"vllm_trie.{name}") is not None
 
 
+@pytest.mark.nightly
 def test_workers_of_gpus_load_nothing_of_cpus() -> None:
     succeed(f"""{LOADED}
 import vllm_trie.worker.gpu_worker

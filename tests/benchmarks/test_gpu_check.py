@@ -90,7 +90,7 @@ def _other_tokens(*args: Any, take: Any = step.KernelStep.__call__) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "says"),
     [
-        (step.KernelStep, "__call__", _other_tokens, "beams"),
+        pytest.param(step.KernelStep, "__call__", _other_tokens, "beams", marks=pytest.mark.nightly),
         (copies, "launch_kv_fork", lambda *_: None, "reordered"),
     ],
 )
@@ -105,6 +105,7 @@ def test_a_step_that_differs_fails_and_the_others_go_on(
     assert says in out
 
 
+@pytest.mark.nightly
 def test_a_graph_that_differs_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(gpu_steps, "captured", lambda run, _: (lambda: None, run().clone()))
     code, out = checked(capsys, "--only", "steps")

@@ -8,7 +8,7 @@ from tests.support.engine import Engines
 from tests.support.interpreted_engine import Served, jobs, serve, start_pair
 from tests.support.interpreter import Interpreter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 LAUNCHED = {  # among others
     "ordinary": {"_gumbel_sample_kernel", "_combine_sampled_and_draft_tokens_kernel"},

@@ -68,12 +68,9 @@ def test_two_ranks_find_what_one_finds(
 
 
 # The second is vLLM's older executor, which Ray hands arrays in memory that it would like to have back.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "kind"),
-    [
-        ("ray", RayExecutorV2),
-        pytest.param(RayDistributedExecutor, RayDistributedExecutor, marks=pytest.mark.nightly),
-    ],
+    ("backend", "kind"), [("ray", RayExecutorV2), (RayDistributedExecutor, RayDistributedExecutor)]
 )
 def test_ray_finds_what_processes_find(
     cluster: None, model: Path, found_by_processes: list[Any], backend: Any, kind: type

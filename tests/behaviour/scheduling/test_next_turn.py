@@ -77,7 +77,7 @@ MODES = {
 }
 
 
-@pytest.fixture(params=sweep(MODES, "async", "windows", "states", "exact", "sample"))
+@pytest.fixture(params=sweep(MODES, "windows", "states", "exact"))
 def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 

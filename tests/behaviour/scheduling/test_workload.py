@@ -191,7 +191,7 @@ class Workload:
         pytest.param("gemma2", "fcfs", "ngram_gpu", True, marks=pytest.mark.nightly),
         pytest.param("trained", "fcfs", None, True, marks=pytest.mark.nightly),
         pytest.param("granite4", "fcfs", None, True, marks=pytest.mark.nightly),
-        ("falcon_h1", "priority", None, False),
+        pytest.param("falcon_h1", "priority", None, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_random_workload_ends_with_every_answer_right(

@@ -64,6 +64,7 @@ def test_the_model_is_the_one_of_the_record() -> None:
         assert found == pytest.approx(search["logits"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_the_loop_finds_what_transformers_4_finds() -> None:
     in_full = 0
     for search in SEARCHES[::5]:

@@ -11,7 +11,6 @@ from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
-from tests.support.sweep import sweep
 from tests.support.taken_again import TakenAgain, copies_made
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
@@ -40,7 +39,8 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[type[TakeStep]]:
     return taken
 
 
-@pytest.mark.parametrize("kind", sweep(["gqa", "gemma2"], "gqa"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gqa", "gemma2"])
 def test_search_through_kernels_finds_the_beams_of_transformers(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -57,6 +57,7 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
         assert agree(engine_answers(output, 1.0), theirs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["by kernels", "by torch"])
 def test_searches_by_graphs_of_steps_find_what_they_find_without(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -112,7 +112,7 @@ def test_blocks_that_are_shared_but_not_known_to_be_are_read_row_by_row() -> Non
     )
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     groups = data.draw(any_groups(4, 30, 100, 8, 20))
@@ -122,7 +122,7 @@ def test_any_batch(data: st.DataObject) -> None:
     check(Batch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
     """Beside groups whose rows are no trees, and beside ordinary rows."""
@@ -172,7 +172,7 @@ def test_tokens_of_trees_may_come_in_any_order_whichever_rows_they_lie_in(window
     check(batch, window=window)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_windows_caps_and_sinks(data: st.DataObject) -> None:
     """Of trees, and of rows that share blocks; what is before all windows is not read."""

@@ -202,13 +202,13 @@ def problems(
     return problem
 
 
-@settings(max_examples=10, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=6, derandomize=True, phases=[Phase.generate])
 @given(problems(rules_of_best()))
 def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
     check(problem)
 
 
-@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=5, derandomize=True, phases=[Phase.generate])
 @given(problems(rules_in_groups()))
 def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> None:
     check(problem)
@@ -237,7 +237,7 @@ def only_wide() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=5, derandomize=True, phases=[Phase.generate])
 @given(problems(rules_of_best(most_beams=7).filter(is_wide), vocab_sizes=(3, 65, 4097, 12_300)))
 def test_kernels_take_the_step_of_torch_with_many_beams(problem: Problem) -> None:
     with only_wide():
@@ -384,7 +384,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
     return problem
 
 
-@settings(max_examples=4, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=3, derandomize=True, phases=[Phase.generate])
 @given(problems_along_items())
 def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem: Problem) -> None:
     with only_wide():

@@ -146,7 +146,8 @@ def test_so_they_do_by_all_other_rules(changed: str) -> None:
     assert captures.count == 1
 
 
-@pytest.mark.parametrize("search", sweep(["plain", "along a catalog"], "along a catalog"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("search", ["plain", "along a catalog"])
 def test_of_many_beams_too(search: str) -> None:
     (step, captures), without = step_with_graphs(Shape(search, 70)), without_graphs(Shape(search, 70))
     check(step, without)
@@ -170,6 +171,7 @@ def one_after_the_other(steps: Sequence[DeviceStep], count: int) -> Iterator[int
             step.num_tokens += 1
 
 
+@pytest.mark.nightly
 def test_a_step_like_the_last_one_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks end."""
     uploads, counts = Uploads(monkeypatch), list[int]()
@@ -182,6 +184,7 @@ def test_a_step_like_the_last_one_uploads_nothing(monkeypatch: pytest.MonkeyPatc
     assert (lengths // 16 > (lengths - 9) // 16).all(), "no block has ended"
 
 
+@pytest.mark.nightly
 def test_rows_fork_along_a_catalog_whoever_goes_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some steps are another group's as well, and some are no graph's."""
     uploads, shape = Uploads(monkeypatch), Shape("along a catalog", 3, 2, 1)
@@ -203,6 +206,7 @@ def test_rows_fork_along_a_catalog_whoever_goes_with_them(monkeypatch: pytest.Mo
     assert uploads.count > captures.count
 
 
+@pytest.mark.nightly
 def test_groups_that_no_graph_took_go_on_by_one() -> None:
     steps = step_with_graphs(Shape("plain", 3, 2))[0], without_graphs(Shape("plain", 3, 2))
     graphs = steps[0].selector.graphs

@@ -19,6 +19,7 @@ from benchmarks.weightless import CATALOG, NOWHERE, Launches, RecordedGraphs, We
 from benchmarks.weightless_forest import WeightlessForest
 from tests.support.sharing import Batch, Group
 from tests.support.steps import rules_of
+from tests.support.sweep import sweep
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from tests.worker.select.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
@@ -213,7 +214,7 @@ def logits_of_steps() -> list[torch.Tensor]:
     return [logits, logits[3:4], logits.float(), logits[3:4].float()]
 
 
-@pytest.mark.parametrize("num_stops", [0, 1, 3, 250])
+@pytest.mark.parametrize("num_stops", sweep({str(count): count for count in (0, 1, 3, 250)}, "1", "250"))
 def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
@@ -229,7 +230,7 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize("num_stops", [0, 1, 250])
+@pytest.mark.parametrize("num_stops", sweep({str(count): count for count in (0, 1, 250)}, "1"))
 def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
@@ -244,7 +245,7 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize("most_children", [1, 16, 17, 4096, 4097])
+@pytest.mark.parametrize("most_children", sweep({str(most): most for most in (1, 16, 17, 4096, 4097)}, "16", "4097"))
 @pytest.mark.parametrize("renormalizes", [False, True])
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int, renormalizes: bool

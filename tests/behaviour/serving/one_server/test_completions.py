@@ -35,10 +35,8 @@ def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Se
     for n, length_penalty, ignore_eos, with_eos in [
         (1, 1.0, False, False),
         (2, 0.0, False, True),
-        (4, 1.0, True, False),
-        (4, 2.0, False, False),
-        (8, 1.0, False, True),
-        (8, 0.5, True, True),
+        (4, 2.0, True, False),
+        (8, 0.5, False, True),
     ]:
         ours, theirs = (
             complete(
@@ -61,7 +59,7 @@ def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Se
 
 
 def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> None:
-    ours, theirs = (chat(one, n=4, extra_body={"use_beam_search": True}) for one in (server, stock))
+    ours, theirs = (chat(one, n=2, extra_body={"use_beam_search": True}) for one in (server, stock))
     assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
     assert ours.usage == theirs.usage
 

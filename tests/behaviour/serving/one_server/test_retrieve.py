@@ -76,7 +76,7 @@ def test_a_history_goes_into_the_request_as_json() -> None:
 @pytest.mark.usefixtures("versions", "restored")
 def test_every_answer_is_wholly_of_one_version_while_versions_change(server: Server) -> None:
     """And of the new one if it was asked for after the server had taken it."""
-    num_changes, num_clients = 10, 6
+    num_changes, num_clients = 4, 6
 
     async def run() -> list[tuple[set[str], Found]]:
         answers: list[tuple[set[str], Found]] = []  # with the files of which it may be

@@ -59,6 +59,7 @@ CHANGING: list[dict[str, Any]] = [
 UNCHANGING = {"order": "best", "pool": 0}  # what is held, and not what is found
 
 
+@pytest.mark.nightly
 def test_options_do_what_they_do_offline(server: Server, engines: Engines, scorer_url: str) -> None:
     prompt, common = "def is_prime(number):", {"n": 2, "seed": 5, "max_tokens": 32}
     search = {"beam_width": 2, "unit": "step", "step_stop": ["\n"], "candidates": 3, "max_steps": 5}
