@@ -27,7 +27,7 @@ from benchmarks.demo_prompts import Subject, Task, real, toy
 from benchmarks.model_wheels import UnavailableError
 from benchmarks.watch import total_counts, watched
 from benchmarks.whisper_base import get as whisper
-from benchmarks.whisper_base.speech import RATE, SENTENCES, speaker_is_here
+from benchmarks.whisper_base.speech import SENTENCES, Clip, speaker_is_here
 from benchmarks.whisper_base.speech import say as spoken
 from vllm_trie import beam_params
 
@@ -333,12 +333,10 @@ def hear(sentence: str) -> None:
     """Transcribe a spoken sentence, greedily and by beams."""
     from vllm import SamplingParams
 
+    from benchmarks.tables.speech import Prompts  # imports vLLM
+
     llm = make_engine(model=whisper.model(), max_model_len=448, **{**ENGINE, "max_num_seqs": SPEECH_WIDTH})
-    marks = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
-    prompt = {
-        "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (spoken(sentence, "en"), RATE)}},
-        "decoder_prompt": {"prompt_token_ids": llm.get_tokenizer().convert_tokens_to_ids(marks)},
-    }
+    prompt = Prompts(llm).for_engine(Clip(spoken(sentence, "en"), sentence, "en"))
     ways = {
         "greedy": SamplingParams(temperature=0, max_tokens=64, logprobs=0),
         f"{SPEECH_WIDTH} beams in the engine": beam_params(SPEECH_WIDTH, max_tokens=64),

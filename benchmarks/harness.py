@@ -151,9 +151,8 @@ class Bench:
                 in_process=True,
                 model=model,
                 enforce_eager=True,
-                dtype=self.setting.dtype,
                 kv_cache_memory_bytes=int(self.setting.kv_cache_gib * (1 << 30)),
-                **limits | options,
+                **limits | {"dtype": self.setting.dtype} | options,
             )
             self._asked = (variant, options)
         return self._engine

@@ -26,7 +26,8 @@ def measure(bench: Bench, language: str) -> Measured:
     heard = [clip for clip in spoken(setting.pick(2, 24, 200)) if clip.language == language]
     num_tokens = setting.max_tokens or setting.pick(8, NUM_TOKENS, NUM_TOKENS)
     width = setting.widths[0] if setting.widths else setting.pick(2, WIDTH, WIDTH)
-    llm, prompts = engine(bench), Prompts(bench)
+    llm = engine(bench)
+    prompts = Prompts(llm)
     model = WhisperInTransformers(setting.model, setting.dtype)
     batches = [heard[start : start + BATCH] for start in range(0, len(heard), BATCH)]
     encoded = [model.encode(model.features([clip.sound for clip in batch])) for batch in batches]

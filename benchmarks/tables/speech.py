@@ -72,7 +72,8 @@ def searches(bench: Bench, widths: Sequence[int], num_tokens: int) -> dict[tuple
     """What hears clips, by name and beams; one beam is greedy search but for ours, which has both."""
     from vllm import SamplingParams
 
-    llm, prompts = engine(bench), Prompts(bench)
+    llm = engine(bench)
+    prompts = Prompts(llm)
 
     def ours(params: Any) -> Search:
         return lambda heard: [
@@ -98,7 +99,8 @@ def client_loop(bench: Bench, num_tokens: int) -> Search:
     """vLLM's own loop over requests of one token, on the same engine."""
     from vllm.sampling_params import BeamSearchParams
 
-    llm, prompts = engine(bench), Prompts(bench)
+    llm = engine(bench)
+    prompts = Prompts(llm)
     params = BeamSearchParams(beam_width=LOOP_WIDTH, max_tokens=num_tokens)
 
     def hear(heard: Sequence[Clip]) -> list[str]:
@@ -120,9 +122,9 @@ def spoken(count: int) -> list[Clip]:
     return clips(count)
 
 
-def engine(bench: Bench) -> Any:
+def engine(bench: Bench, **options: Any) -> Any:
     """An `LLM` with beams that computes the features of every sound anew."""
-    return bench.engine(mm_processor_cache_gb=0)
+    return bench.engine(mm_processor_cache_gb=0, **options)
 
 
 def peers(bench: Bench) -> dict[str, WhisperInTransformers | WhisperInCTranslate2]:
@@ -138,8 +140,8 @@ def peers(bench: Bench) -> dict[str, WhisperInTransformers | WhisperInCTranslate
 class Prompts:
     """What each search is given, and texts of what it finds."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._tokenizer = engine(bench).get_tokenizer()
+    def __init__(self, llm: Any) -> None:
+        self._tokenizer = llm.get_tokenizer()
 
     def tokens(self, language: str, end: str = WITHOUT_TIMESTAMPS) -> list[int]:
         """Token ids of the decoder's prompt."""

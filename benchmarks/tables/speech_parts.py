@@ -64,7 +64,8 @@ def measure(bench: Bench, count: int) -> Measured:
 
 
 def _ours(bench: Bench, width: int, num_tokens: int) -> Timed:
-    llm, prompts = engine(bench), Prompts(bench)
+    llm = engine(bench)
+    prompts = Prompts(llm)
     model, params = runner_of(llm).model, beam_params(width, n=width, max_tokens=num_tokens)
     parts = {
         "features": (WhisperFeatureExtractor, "__call__"),
@@ -85,7 +86,7 @@ def _ours(bench: Bench, width: int, num_tokens: int) -> Timed:
 
 
 def _of_peer(bench: Bench, model: WhisperInTransformers | WhisperInCTranslate2, width: int, num_tokens: int) -> Timed:
-    prompts = Prompts(bench)
+    prompts = Prompts(engine(bench))
 
     def hear(heard: Sequence[Clip]) -> Parts:
         found = []

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.harness import Setting
 from benchmarks.peers.whisper import Hypothesis
-from benchmarks.tables import hearing, speech
+from benchmarks.tables import hearing, speech, word_errors
 from benchmarks.whisper_base import get
 from benchmarks.whisper_base.speech import RATE, SPEAKER, as_wav, clips, speaker_is_here, word_error_rate
 from tests.support.engine import Engines
@@ -70,7 +70,7 @@ def test_speech_is_measured_beside_its_peers_and_hears_what_transformers_hears(
 ) -> None:
     engines.close()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    tables = ["speech", "speech_parts", "hearing"]
+    tables = ["speech", "speech_parts", "hearing", "word_errors"]
     options = ["--model", get.NAME, "--size", "minimal", "--repeats", "1", "--out", str(tmp_path)]
     assert main([*options, "--only", *tables]) == 0
     of_table = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in tables}
@@ -87,3 +87,8 @@ def test_speech_is_measured_beside_its_peers_and_hears_what_transformers_hears(
     for row in rows["hearing"]:
         assert row["identical"] + row["near-ties"] == row["hypotheses"]
         assert row["max |Δ score|"] < 1e-4
+    assert {row["number format"] for row in rows["word_errors"]} == {*word_errors.DTYPES}
+    for row in rows["word_errors"]:
+        assert 0 <= row["word error rate"] <= 1
+        if row["search"] == speech.CTRANSLATE2:
+            assert row["answers as CTranslate2's"] == row["clips"]
