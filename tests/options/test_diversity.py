@@ -38,9 +38,9 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
         ({"diversity_penalty": math.inf}, "diversity_penalty=inf is not a difference of log-probabilities"),
         (
             GROUPED | {"num_beam_groups": 3},
-            "num_beam_groups=3 does not divide beam_width=4; make it a multiple",
+            "num_beam_groups=3 does not divide the 4 beams; pass a number that does",
         ),
-        (GROUPED | {"num_beam_groups": 8}, "num_beam_groups=8 does not divide beam_width=4"),
+        (GROUPED | {"num_beam_groups": 8}, "num_beam_groups=8 does not divide the 4 beams"),
         ({"num_beam_groups": 2}, "num_beam_groups=2 needs a diversity_penalty above 0, or all groups are equal"),
         ({"diversity_penalty": 0.5}, "diversity_penalty=0.5 needs more than one group of beams; set num_beam_groups"),
         *(

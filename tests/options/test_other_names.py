@@ -8,6 +8,7 @@ from vllm import SamplingParams
 from tests.support.asking import refusal
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS, EngineOptions, parse_options
+from vllm_trie.options.request import refuse_other_option_names
 from vllm_trie.options.table import OTHER_NAMES
 
 FOREIGN = [
@@ -63,6 +64,14 @@ def test_a_helper_takes_each_option_once() -> None:
     for n in ("2", None, 2.0, True):
         with refusal(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width"):
             beam_params(4, n=n)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "beamWidth", "best_of"])
+def test_other_names_of_the_width_name_n_where_that_is_the_width(name: str) -> None:
+    with refusal(f"unknown option {name}=3; with use_beam_search, n is the number of beams"):
+        refuse_other_option_names({name: 3}, n_is_width=True)
+    with refusal("unknown option num_return_sequences=3; did you mean n?"):
+        refuse_other_option_names({"num_return_sequences": 3}, n_is_width=True)
 
 
 @pytest.mark.parametrize(

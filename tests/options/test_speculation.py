@@ -151,9 +151,12 @@ DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
             for how in (EXACT, NOT_DRAWN)
             for name, value in {"min_width": 2, "threshold": 0.7, "memory_mode": True}.items()
         ),
-        ({"draft_width": 3}, "draft_width=3 is below beam_width=4, so that no layer could be accepted; raise it"),
-        (EXACT | {"draft_width": 1}, "draft_width=1 is below beam_width=4"),
-        ({"min_width": 5, "threshold": 0.7}, "min_width=5 exceeds beam_width=4; lower it"),
+        (
+            {"draft_width": 3},
+            "draft_width=3 is below the number of beams, 4, so that no layer could be accepted; raise it",
+        ),
+        (EXACT | {"draft_width": 1}, "draft_width=1 is below the number of beams, 4"),
+        ({"min_width": 5, "threshold": 0.7}, "min_width=5 exceeds the number of beams, 4; lower it"),
     ],
 )
 def test_what_cannot_go_together_is_refused_before_any_engine_sees_it(options: dict, message: str) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -98,6 +98,9 @@ _EXPONENT = (
     f'is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}, or with semantics="vllm" above '
     f"-{MOST_VLLM_PENALTY} and below {MOST_VLLM_PENALTY}; 1.0 compares means, 0.0 sums"
 )
+_VLLM_EXPONENT = (
+    f"is not a number above -{MOST_VLLM_PENALTY} and below {MOST_VLLM_PENALTY}; 1.0 compares means, 0.0 sums"
+)
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
 
@@ -166,6 +169,11 @@ class Ranking(Options):
     )
     contrast: ContrastOption | None = option(None, _CONTRAST)
     no_repeat_ngram_size: int = option(0, _NGRAM, ge=0, le=MOST_NGRAM)
+
+    @classmethod
+    def fault(cls, name: str, options: Mapping[str, Any]) -> str:
+        is_of_vllm = name == "length_penalty" and options.get("semantics") == "vllm"
+        return _VLLM_EXPONENT if is_of_vllm else super().fault(name, options)
 
 
 class Delivery(Options):

@@ -40,6 +40,9 @@ _READ_FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "exclude_items": read_item_ids,
 }
 _OF_BEAMS = re.compile("beam|divers")  # no other system uses such names
+# What other names for the width mean, "beam_width" or a sentence that names it.
+_WIDTH_MEANT = {"beam_width", option_meant_by("best_of", ())}
+_N_IS_WIDTH = "with use_beam_search, n is the number of beams"
 
 
 class BeamParams(RequestSpeculating, Catalogs, RequestSampling, Reranking, Delivery, Ranking, Core):
@@ -65,7 +68,7 @@ class BeamParams(RequestSpeculating, Catalogs, RequestSampling, Reranking, Deliv
             )
         if width % self.num_beam_groups:
             raise ValueError(
-                f"num_beam_groups={self.num_beam_groups} does not divide beam_width={width}; make it a multiple"
+                f"num_beam_groups={self.num_beam_groups} does not divide the {width} beams; pass a number that does"
             )
         check_layer_width_options(self, width)
 
@@ -161,11 +164,12 @@ def options_ask_for_beams(extra_args: Mapping[str, Any]) -> bool:
     return "beam_width" in extra_args or "beam_widths" in extra_args
 
 
-def refuse_other_option_names(names: Mapping[str, Any], is_beam_request: bool = True) -> None:
+def refuse_other_option_names(names: Mapping[str, Any], is_beam_request: bool = True, n_is_width: bool = False) -> None:
     """Refuse keys that are other systems' names for beam options, or misspell one.
 
     Args:
         is_beam_request: If not, names that others may use for something else are ignored.
+        n_is_width: Whether the width is `n`, as with `use_beam_search`.
 
     Raises:
         ValueError: names the key, its value and what to use instead.
@@ -176,6 +180,5 @@ def refuse_other_option_names(names: Mapping[str, Any], is_beam_request: bool = 
         meant = None if name in OPTIONS else option_meant_by(str(name), OPTIONS)
         is_ours = (meant in OPTIONS and meant not in _COMMON_WORDS) or _OF_BEAMS.search(str(name))
         if meant is not None and (is_beam_request or is_ours):
-            raise ValueError(
-                f"unknown option {shown_option_name(name)}={shown_option(value)}; {did_you_mean_option(meant)}"
-            )
+            cure = _N_IS_WIDTH if n_is_width and meant in _WIDTH_MEANT else did_you_mean_option(meant)
+            raise ValueError(f"unknown option {shown_option_name(name)}={shown_option(value)}; {cure}")

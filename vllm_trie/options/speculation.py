@@ -99,11 +99,11 @@ def check_layer_width_options(beam: Speculating, beam_width: int) -> None:
     """Refuse a `draft_width` or `min_width` that does not fit `beam_width`."""
     if beam.draft_width is not None and beam.draft_width < beam_width:
         raise ValueError(
-            f"draft_width={beam.draft_width} is below beam_width={beam_width}, so that no layer could be accepted; "
-            "raise it"
+            f"draft_width={beam.draft_width} is below the number of beams, {beam_width}, so that no layer could be "
+            "accepted; raise it"
         )
     if beam.min_width is not None and beam.min_width > beam_width:
-        raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam_width}; lower it")
+        raise ValueError(f"min_width={beam.min_width} exceeds the number of beams, {beam_width}; lower it")
 
 
 def check_draft_width_option(beam: Speculating, vocab_size: int) -> None:

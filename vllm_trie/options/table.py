@@ -61,7 +61,9 @@ class Options(BaseModel):
             field = type(self).model_fields.get(name)
             if field is None:
                 raise ValueError(f"unknown option {self.prefix}{shown_option_name(name)}; {self.cure(name)}") from None
-            raise ValueError(f"{self.prefix}{name}={shown_option(options.get(name))} {option_fault(field)}") from None
+            raise ValueError(
+                f"{self.prefix}{name}={shown_option(options.get(name))} {self.fault(name, options)}"
+            ) from None
         self.check()
 
     @classmethod
@@ -74,7 +76,7 @@ class Options(BaseModel):
         known = [(name, value, cls.model_fields[name]) for name, value in options.items() if name in cls.model_fields]
         for name, value, field in known:
             if isinstance(value, int) and value.bit_length() > 63:
-                raise ValueError(f"{cls.prefix}{name}={shown_option(value)} {option_fault(field)}")
+                raise ValueError(f"{cls.prefix}{name}={shown_option(value)} {cls.fault(name, options)}")
             if isinstance(value, str | list | dict):
                 size, most, unit = len(value), *most_of_option(field, type(value))
                 if size > most:
@@ -95,6 +97,11 @@ class Options(BaseModel):
         """The options that differ from their defaults."""
         fields = type(self).model_fields
         return {name: value for name, value in vars(self).items() if value not in (None, fields[name].default)}
+
+    @classmethod
+    def fault(cls, name: str, options: Mapping[str, Any]) -> str:
+        """How the refusal of a wrong value goes on, given all options."""
+        return option_fault(cls.model_fields[name])
 
     @classmethod
     def cure(cls, name: str) -> str:

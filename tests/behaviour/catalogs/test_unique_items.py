@@ -239,8 +239,8 @@ def test_speculation_finds_what_plain_search_finds(engines: Engines, tmp_path: P
         ({"catalog": "items", "catalog_unique": "yes"}, "catalog_unique='yes' is neither true nor false"),
         (
             {"catalog": "items"},
-            "catalog_unique=True with beam_width=64 would look for different items of catalog='items' among more than "
-            "16,384 continuations in a step; lower beam_width to 55",
+            "catalog_unique=True with 64 beams would look for different items of catalog='items' among more than "
+            "16,384 continuations in a step; search with at most 55 beams",
         ),
     ],
     ids=["alone", "drawn", "no boolean", "too wide"],

@@ -52,7 +52,9 @@ def test_blocks_are_shared_as_the_trace_says(engine: Engine) -> None:
 def test_what_would_be_too_large_to_draw_is_refused_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_TRACED", 1279)
     params = beam_params(64, max_tokens=20, trace=True)
-    with pytest.raises(ValueError, match="trace=True with beam_width=64 and max_tokens=20 might hold 1,280 tokens"):
+    with pytest.raises(
+        ValueError, match="trace=True with 64 beams, 0 drafts per step and max_tokens=20 might hold 1,280 tokens"
+    ):
         engine.generate([PROMPT], params)
 
 

@@ -75,6 +75,35 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
             kind(**asked, **{name: value}, use_beam_search=True).to_beam_search_params(8, {})
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_refusals_of_vllms_own_beam_search_name_what_works_there(kind: type) -> None:
+    wrap_vllm("vllm_trie.entrypoints.server.server")
+    asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
+    in_xargs = 'is not a field of a request; pass it in "vllm_xargs"'
+    for fields, why in (
+        ({"num_beams": 4}, "unknown option num_beams=4; with use_beam_search, n is the number of beams"),
+        ({"best_of": 2}, "unknown option best_of=2; with use_beam_search, n is the number of beams"),
+        ({"early_stopping": True}, f'early_stopping=True {in_xargs} with semantics="hf"'),
+        ({"early_stopping": True, "vllm_xargs": {"num_beam_groups": 2}}, f"early_stopping=True {in_xargs}"),
+        ({"no_repeat_ngram_size": 2}, f"no_repeat_ngram_size=2 {in_xargs}"),
+        (
+            {"best_of": 2, **beams(4)},
+            "unknown option best_of=2; beam_width is the number of beams, n the number of hypotheses returned",
+        ),
+    ):
+        with pytest.raises(BeamRequestError) as raised:
+            kind(**asked, use_beam_search=True, **fields).to_beam_search_params(8, {})
+        assert str(raised.value) == why
+
+
+def test_another_name_of_the_width_among_the_options_of_vllms_own_beam_search_is_refused() -> None:
+    wrap_vllm("vllm_trie.entrypoints.server.server")
+    request = CompletionRequest(prompt="x", use_beam_search=True, vllm_xargs={"num_beams": 4})
+    params = request.to_beam_search_params(8, {})
+    with pytest.raises(BeamRequestError, match=r"^unknown option num_beams=4; with use_beam_search, n is the number"):
+        use_beam_search._served_beam_search_params(request, params, 20)
+
+
 @pytest.mark.parametrize(
     ("kind", "asked"),
     [

@@ -182,8 +182,8 @@ def _check_unique_items_fit_request(beam: BeamParams, catalog: Catalog, what: st
     widest = widest_engine_search_of_unique_items(beam, catalog, num_stop_tokens)
     if widest < beam.beam_width:
         raise ValueError(
-            f"catalog_unique=True with beam_width={beam.beam_width} would look for different items of {what} among "
-            f"more than {MOST_ENDING:,} continuations in a step; lower beam_width to {widest}"
+            f"catalog_unique=True with {beam.beam_width} beams would look for different items of {what} among more "
+            f"than {MOST_ENDING:,} continuations in a step; search with at most {widest} beams"
         )
 
 

@@ -125,13 +125,13 @@ def check_request_stops(params: SamplingParams) -> None:
 
 def _check_request_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
     """Refuse a trace that might be too large to send and to draw."""
-    beside = most_speculative_config_drafts(beam, num_layers)
-    most = max_tokens * (beam.beam_width + beside)
+    num_nodes = beam.beam_width + most_speculative_config_drafts(beam, num_layers)  # of a step, at most
+    most = max_tokens * num_nodes
     if beam.trace and most > MOST_TRACED:
-        instead = 'lower one of them, or pass speculation="off"' if beside else "lower one of them"
+        instead = 'lower one of them, or pass speculation="off"' if num_nodes > beam.beam_width else "lower one of them"
         raise ValueError(
-            f"trace=True with beam_width={beam.beam_width} and max_tokens={max_tokens} might hold {most:,} tokens, "
-            f"{beam.beam_width} beams and {beside} drafts per step, and at most {MOST_TRACED:,} are allowed; {instead}"
+            f"trace=True with {beam.beam_width} beams, {num_nodes - beam.beam_width} drafts per step and "
+            f"max_tokens={max_tokens} might hold {most:,} tokens, and at most {MOST_TRACED:,} are allowed; {instead}"
         )
 
 

@@ -6,7 +6,7 @@ returns only the best hypothesis, so that their `n` is only a width.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests, shortening_request_refusals
 from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
+from vllm_trie.options.matrix import OF_HF, options_clash
 from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
 from vllm_trie.options.shown import shown_option
 
@@ -97,7 +98,7 @@ def to_served_beam_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and attach it to the parameters, which lack some of its fields."""
-    _refuse_server_fields(self)
+    _refuse_server_fields(self, uses_beam_search=True)
     _refuse_two_server_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
         raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
@@ -107,20 +108,35 @@ def to_served_beam_params(
     return params
 
 
-def _refuse_server_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
+def _refuse_server_fields(
+    request: TextRequest | ResponsesRequest | SpeechRequest, uses_beam_search: bool = False
+) -> None:
     """Refuse fields that would have no effect: vLLM ignores fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
             f"logprobs={shown_option(request.logprobs)} with echo=True asks for log-probabilities of the prompt, which "
             "beams do not report; leave one of them out"
         )
-    extra = request.model_extra or {}
+    extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
     for name, value in unknown.items():
         if name in OPTIONS:
-            raise BeamRequestError(f'{name}={shown_option(value)} is not a field of a request; pass it in "vllm_xargs"')
+            by_vllms_rules = uses_beam_search and served_by_vllms_rules(request, {**xargs, name: value})
+            clashes = by_vllms_rules and options_clash({name: value, "semantics": "vllm"})
+            where = '"vllm_xargs" with semantics="hf"' if clashes else '"vllm_xargs"'
+            raise BeamRequestError(f"{name}={shown_option(value)} is not a field of a request; pass it in {where}")
     with refusing_requests():
-        refuse_other_option_names(unknown)
+        refuse_other_option_names(unknown, n_is_width=uses_beam_search and not options_ask_for_beams(xargs))
+
+
+def served_by_vllms_rules(request: TextRequest | ResponsesRequest | SpeechRequest, xargs: Mapping[str, Any]) -> bool:
+    """Whether vLLM's rules apply to a `use_beam_search` request with these `vllm_xargs`, which name no rules.
+
+    They would repeat the end of speech up to `max_tokens`.
+    """
+    if isinstance(request, SpeechRequest) or "semantics" in xargs:
+        return False
+    return all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF)
 
 
 def _refuse_two_server_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:

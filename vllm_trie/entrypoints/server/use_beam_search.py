@@ -12,11 +12,11 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.compat.versions import vllm_beams_eos_ids, vllm_beams_have_allowlist
+from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.entrypoints.requests.requests import CALLER, why_no_request_after
-from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
+from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest, served_by_vllms_rules
 from vllm_trie.messages import USE_BEAM_SEARCH
-from vllm_trie.options.matrix import OF_HF
-from vllm_trie.options.request import OPTIONS, options_ask_for_beams
+from vllm_trie.options.request import options_ask_for_beams, refuse_other_option_names
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -76,15 +76,16 @@ def _served_beam_search_params(
     """The parameters of a `use_beam_search` request; its `n` is the width, unless `vllm_xargs` has one."""
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := options_ask_for_beams(xargs)):
+        with refusing_requests():
+            refuse_other_option_names(xargs, n_is_width=True)
         xargs["beam_width"] = request.n or 1
-    is_speech = isinstance(request, SpeechRequest)  # vLLM's rules would repeat its end up to `max_tokens`
-    if not is_speech and all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
-        xargs.setdefault("semantics", "vllm")
+    if served_by_vllms_rules(request, xargs):
+        xargs["semantics"] = "vllm"
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
     copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
     sampling_params = copied.to_sampling_params(params.max_tokens, {})
-    if is_speech:
+    if isinstance(request, SpeechRequest):
         sampling_params.temperature = 1.0  # vLLM's default here is greedy decoding
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
     if (asked := sampling_params.logprobs) is not None:
