@@ -148,7 +148,7 @@ def test_a_search_for_too_many_items_of_the_engines_own_version_is_refused(tmp_p
 
 
 def ticket(catalog: Catalog, *ids: int) -> GroupTicketMessage:
-    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, np.array(ids))))
+    return GroupTicketMessage(1, None, exclusion=vars(SentExclusion.of(catalog, ids_of(*ids))))
 
 
 def test_ids_are_looked_up_again_where_the_engine_has_another_version(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from contextlib import suppress
+from random import Random
 
 import numpy as np
 import pytest
@@ -24,8 +25,16 @@ separators = st.sampled_from([", ", ",", " , ", ",\n"])
 @given(st.lists(numbers | st.integers(0, 99), max_size=20), separators)
 def test_a_text_of_ids_is_the_list_that_json_reads(ids: list[int], separator: str) -> None:
     text = json.dumps(ids, separators=(separator, ":"))
-    assert ItemIds.of(read_item_ids(text)).numbers.tolist() == ids
-    assert ItemIds.of(ids).numbers.tolist() == ids
+    assert ItemIds.of(read_item_ids(text)).numbers.tolist() == sorted({*ids})
+    assert ItemIds.of(ids).numbers.tolist() == sorted({*ids})
+
+
+@given(st.lists(numbers, max_size=20), st.randoms(), separators)
+def test_equal_sets_are_equal_in_any_order_and_form(ids: list[int], random: Random, separator: str) -> None:
+    others = [*ids, *ids[:3]]
+    random.shuffle(others)
+    text = json.dumps(others, separators=(separator, ":"))
+    assert ItemIds.of(ids) == ItemIds.of(others) == ItemIds.of({*ids}) == ItemIds.of(read_item_ids(text))
 
 
 @given(st.text("[],0123456789- .\n", max_size=12).map("[{}]".format) | st.text("[],12 ", max_size=8))
@@ -38,10 +47,10 @@ def test_what_json_does_not_read_is_not_read(text: str) -> None:
         found = read_item_ids(text)
     has_leading_zeros = expected is ValueError and isinstance(found, ItemIds)
     if has_leading_zeros:  # which JSON has not, and which are no other number
-        assert found.numbers.tolist() == [int(part) for part in text[1:-1].split(",")]
+        assert found.numbers.tolist() == sorted({int(part) for part in text[1:-1].split(",")})
         assert any(part.strip()[0] == "0" for part in text[1:-1].split(","))
     else:
-        assert (found.numbers.tolist() if isinstance(found, ItemIds) else found) == expected
+        assert found == (ItemIds.of(expected) if isinstance(found, ItemIds) else expected)
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,17 @@ class SentExclusion:
 
     @classmethod
     def of(cls, catalog: Catalog, item_ids: np.ndarray) -> Self:
-        """Look up ids [n] int64 in a catalog.
+        """Look up ids [n] int64, ascending, each once, in a catalog.
 
         Raises:
             ValueError: an id is not of an item of the catalog.
         """
-        ids = np.sort(item_ids)
-        if (ids[1:] == ids[:-1]).any():
-            ids = np.unique(ids)
-        ended, unknown = catalog.nodes_of_items(ids)
+        ended, unknown = catalog.nodes_of_items(item_ids)
         if len(unknown):
             others = f", nor are {len(unknown) - 1:,} more of these ids" if len(unknown) > 1 else ""
             raise ValueError(f"{unknown[0]} is not an item of this catalog{others}; leave out what it does not have")
         nodes = _closed_nodes(catalog, ended)
-        return cls(ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)
+        return cls(item_ids.tobytes(), catalog.digest, nodes.codes.tobytes(), nodes.most_together)
 
     @property
     def ids(self) -> np.ndarray:

@@ -12,7 +12,7 @@ MOST_EXCLUDED = 100_000  # ids in a request; longer lists belong in the engine's
 
 
 class ItemIds(bytes):
-    """Item ids [n] int64 as bytes, in the order of the request."""
+    """Item ids [n] int64 as bytes, ascending, each once: equal sets are equal, and looked up once."""
 
     @classmethod
     def of(cls, ids: Any) -> Self:
@@ -30,9 +30,17 @@ class ItemIds(bytes):
         if [*map(type, ids)].count(int) < len(ids) and not all(_is_integer(own_id) for own_id in ids):
             raise ValueError("not a list of integers")
         try:
-            return cls(struct.pack(f"={len(ids)}q", *ids))
+            packed = struct.pack(f"={len(ids)}q", *ids)
         except struct.error:
             raise ValueError("an integer has more than 64 bits") from None
+        return cls._sorted(np.frombuffer(packed, np.int64))
+
+    @classmethod
+    def _sorted(cls, ids: np.ndarray) -> Self:
+        ids = np.sort(ids)
+        if (ids[1:] == ids[:-1]).any():
+            ids = np.unique(ids)
+        return cls(ids.tobytes())
 
     @property
     def numbers(self) -> np.ndarray:
@@ -65,5 +73,5 @@ def read_item_ids(text: str) -> Any:
         ids = np.fromstring(numbers, np.int64, sep=",")
         # `fromstring` stops early at what is not a number, and clips larger numbers to the maximum.
         if len(ids) == num_separators + 1 and ids.max() < np.iinfo(np.int64).max:
-            return ItemIds(ids.tobytes())
+            return ItemIds._sorted(ids)
     return json.loads(text)

@@ -293,6 +293,9 @@ def test_ids_are_read_and_looked_up_once_before_parameters_are_copied(
     assert _looked_up_exclusion.cache_info().misses == num_read + 1
     assert all(tuple(output.outputs[0].token_ids) in {*left_of(NESTED, ids)} for output in outputs)
     assert params.extra_args["exclude_items"] == ids
+    params.extra_args["exclude_items"] = ids[::-1]
+    engine.generate([prompt_of(9)], params)
+    assert _looked_up_exclusion.cache_info().misses == num_read + 1, "equal sets in another order"
 
 
 def test_a_version_that_is_too_large_for_a_search_refuses_that_one_alone(
