@@ -63,6 +63,18 @@ def test_what_is_listed_builds_the_same_catalog(tmp_path: Path) -> None:
     assert (tmp_path / "b.catalog").read_bytes() == (tmp_path / "a.catalog").read_bytes()
 
 
+def test_a_build_warns_of_items_without_an_id_among_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("items.jsonl").write_text('{"tokens": [1, 2], "id": 70}\n[3]\n')
+    monkeypatch.setattr(sys, "argv", [PROGRAM, "build", "items.jsonl", "items.catalog"])
+    main()
+    printed = capsys.readouterr()
+    assert printed.out == "items.catalog: 2 items of 1 to 2 tokens, 0 duplicates left out\n"
+    assert printed.err.count("1 of 2 items in items.jsonl have no") == 1
+
+
 def test_neither_torch_nor_vllm_is_imported() -> None:
     code = "import sys, vllm_trie.catalog.__main__; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
     assert run(ROOT, f"python -c {shlex.quote(code)}").strip() == "set()"

@@ -22,7 +22,7 @@ from vllm_trie.catalog.tokenizer import load_catalog_tokenizer, tokenizer_digest
 def read(path: Path, *rows: str | bytes, **options: object) -> CatalogItems:
     path.write_bytes(b"".join((row if isinstance(row, bytes) else row.encode()) + b"\n" for row in rows))
     return read_catalog_items(
-        path, **{"tokenizer": None, "vocab_size": None, "progress": lambda num_bytes: None, **options}
+        path, **{"tokenizer": None, "vocab_size": None, "progress": lambda _: None, "warn": lambda _: None, **options}
     )
 
 
@@ -81,6 +81,24 @@ def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chu
     assert sequences(items) == [[n, n + 1] for n in range(50)] + [[7]]
     assert items.ids.tolist() == [*range(50), 8]
     assert sum(seen) == (tmp_path / "items.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 20, 1000])
+def test_items_without_an_id_among_others_are_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk_bytes)
+    heard, path = list[str](), tmp_path / "items.jsonl"
+    with_id = '{"tokens": [1], "id": 70}', '{"tokens": [2], "id": 0}'
+    read(path, *with_id, "", warn=heard.append)
+    read(path, "[1]", "", '{"tokens": [2]}', warn=heard.append)
+    assert heard == []
+    items = read(path, with_id[0], "[2]", "", with_id[1], '{"tokens": [3]}', "[4]", with_id[0], warn=heard.append)
+    assert items.ids.tolist() == [70, 1, 0, 4, 5, 70]
+    assert heard == [
+        f'3 of 6 items in {path} have no "id" and get the indices of their lines, from 1 to 5; give all items an id, '
+        "or none"
+    ]
 
 
 @pytest.mark.parametrize(

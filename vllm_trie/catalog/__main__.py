@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,7 +69,8 @@ def _build_catalog(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.output} cannot be written: there is no folder {args.output.parent}")
     tokenizer, digest, vocab_size = _catalog_vocabulary(args)
     with tqdm(desc="Reading items", total=args.input.stat().st_size, unit="B", unit_scale=True) as bar:
-        items = read_catalog_items(args.input, tokenizer, vocab_size, bar.update)
+        warn = partial(bar.write, file=sys.stderr)
+        items = read_catalog_items(args.input, tokenizer, vocab_size, bar.update, warn)
     catalog = Catalog.from_items(items, vocab_size, digest, lambda depths: tqdm(depths, "Sorting", unit=" levels"))
     catalog.save(args.output)
     num_duplicates = len(items.ids) - catalog.num_items

@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,11 @@ Row = list[int] | str | CatalogLine
 
 
 def read_catalog_items(
-    path: Path, tokenizer: Any, vocab_size: int | None, progress: Callable[[int], object]
+    path: Path,
+    tokenizer: Any,
+    vocab_size: int | None,
+    progress: Callable[[int], object],
+    warn: Callable[[str], object],
 ) -> CatalogItems:
     """Read all items of a file, and tokenize texts; an item's id is its "id", or else the index of its line.
 
@@ -39,13 +43,14 @@ def read_catalog_items(
         tokenizer: Of transformers; None if there are no texts.
         vocab_size: Token ids must be below this.
         progress: Called with the number of bytes of each part that was read.
+        warn: Called with one sentence if some items have an "id" and others have none.
 
     Raises:
         ValueError: names the line and the fault.
         OSError: the file cannot be read.
     """
     decode = msgspec.json.Decoder(Row).decode if path.suffix.lower() in JSON_SUFFIXES else _catalog_line_text
-    parts, num_lines = list[CatalogItems](), 0
+    parts, num_lines, without_id = list[CatalogItems](), 0, _LinesWithoutId()
     with path.open("rb") as file:
         while lines := file.readlines(CHUNK_BYTES):
             num_bytes = sum(map(len, lines))
@@ -53,11 +58,34 @@ def read_catalog_items(
                 lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             numbers, rows = _decode_catalog_lines(lines, num_lines, decode, path)
             parts.append(_catalog_line_items(rows, numbers, path, tokenizer, vocab_size))
+            without_id = without_id.and_of(rows, numbers)
             num_lines += len(lines)
             progress(num_bytes)
-    if not sum(len(part.ids) for part in parts):
+    if not (num_items := sum(len(part.ids) for part in parts)):
         raise ValueError(f"{path} has no items; write one per line: {FORMS}")
+    if 0 < without_id.num_lines < num_items:
+        warn(
+            f'{without_id.num_lines:,} of {num_items:,} items in {path} have no "id" and get the indices of their '
+            f"lines, from {without_id.first:,} to {without_id.last:,}; give all items an id, or none"
+        )
     return CatalogItems.joined(parts)
+
+
+class _LinesWithoutId(NamedTuple):
+    num_lines: int = 0
+    first: int = 0  # index of a line
+    last: int = 0
+
+    def and_of(self, rows: list[Row], numbers: Sequence[int]) -> _LinesWithoutId:
+        """With those of more lines, which have these indices."""
+        more = [
+            number
+            for number, row in zip(numbers, rows, strict=True)
+            if not isinstance(row, CatalogLine) or row.id is None
+        ]
+        if not more:
+            return self
+        return _LinesWithoutId(self.num_lines + len(more), self.first if self.num_lines else more[0], more[-1])
 
 
 def _catalog_line_text(line: bytes) -> str:
