@@ -73,14 +73,14 @@ def items(number: int, seed: int) -> str:
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "max_tokens": 48},
-    "drawn": {"temperature": 0.8, "max_tokens": 48},
+    "sampled": {"temperature": 0.8, "max_tokens": 48},
     "4 beams": {**beams(4, speculation="off"), "n": 4, "max_tokens": 40},
     "48 beams": {**beams(48, length_penalty=0.5), "n": 8, "max_tokens": 24},
     "early stopping, stop string": {**beams(6, early_stopping=True), "n": 2, "max_tokens": 60, "stop": ["\n\n"]},
     "use_beam_search": {"use_beam_search": True, "n": 3, "max_tokens": 32},
     "speculating": {**beams(4, speculation="exact", draft_width=8), "max_tokens": 64},
     "speculating where it pays": {**beams(3), "max_tokens": 64},
-    "drawn beams": {**beams(4, do_sample=True), "temperature": 0.8, "max_tokens": 40},
+    "sampled beams": {**beams(4, do_sample=True), "temperature": 0.8, "max_tokens": 40},
     "streamed": {**beams(4), "stream": True, "max_tokens": 40},
     "catalog": {**beams(32, catalog=CATALOG), "n": 8, "max_tokens": NUM_LEVELS},
     "schema": {**beams(4), "n": 2, "max_tokens": 48, "structured_outputs": {"json": SCHEMA}},
@@ -109,7 +109,7 @@ TOO_MUCH: dict[str, dict[str, Any]] = {  # what must be refused
     "too many items": beams(4, allowed_sequences=items(100_001, seed=0)),
 }
 FIRST_TURN = "4 beams"  # whose best hypothesis the next turn continues
-NOT_COMPARED = ("drawn", "drawn beams", "stochastic", "steps")  # what is sampled depends on what else is
+NOT_COMPARED = ("sampled", "sampled beams", "stochastic", "steps")  # what is sampled depends on what else is
 
 
 class Answer(NamedTuple):

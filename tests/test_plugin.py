@@ -67,7 +67,10 @@ OF_CPUS = "worker.cpu_worker", "worker.cpu", "worker.attention.cpu_backend", "wo
 OF_FEW = (
     *(f"worker.cpu.{name}" for name in ("draft_inputs", "ngram", "rejection", "cached_states", "mamba")),
     *("worker.pipeline", "worker.rank_check", "worker.select.amateur"),
-    *(f"search.strategies.{name}" for name in ("drawn", "in_groups", "sampled", "stochastic", "boosted", "own_stops")),
+    *(
+        f"search.strategies.{name}"
+        for name in ("joint_sampling", "in_groups", "sampled", "stochastic", "boosted", "own_stops")
+    ),
     *(
         f"search.{name}"
         for name in ("constraints.contrast", "constraints.ngrams", "constraints.phrase_boosts", "string_matcher")

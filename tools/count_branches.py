@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 FEATURES = {
     "speculation": "specul|draft|forest|verif|lookahead|rejection",
-    "beam sampling": "do_sample|drawn|gumbel|stochastic|sampled|beam_sampling|perturb",
+    "beam sampling": "do_sample|gumbel|stochastic|sampled|beam_sampling|joint_sampling|perturb",
     "catalogs": "catalog|\\bitems?\\b|item_ids|answer_forms",
     "grammars": "grammar|structured|bitmask",
     "contrast": "contrast|amateur",

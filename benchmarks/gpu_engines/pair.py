@@ -19,7 +19,7 @@ from benchmarks import models
 from benchmarks.common import TARGET, alternate, generate, stop
 from benchmarks.gpu_engines.options import GRAPHS_ALONE
 from benchmarks.gpu_searches import DRAFT_MODEL, MAX_TOKENS, PROMPT_LENGTH, prompts
-from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, drawn_params
+from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, sampled_params
 from benchmarks.watch import total_counts
 
 WIDTH, NUM_PROMPTS, MOST_SECONDS = 4, 8, 30
@@ -60,7 +60,9 @@ def _beams(speculation: str) -> Params:
 
 def ways() -> dict[str, tuple[Params, Params]]:
     """By name: parameters without drafts and with them."""
-    plain, drafted = (drawn_params(WIDTH, MAX_TOKENS, options) for options in (SAMPLED.plain_options, SAMPLED.options))
+    plain, drafted = (
+        sampled_params(WIDTH, MAX_TOKENS, options) for options in (SAMPLED.plain_options, SAMPLED.options)
+    )
     return {"exact": (_beams("off"), _beams("exact")), "sampled": (plain, drafted)}
 
 

@@ -112,7 +112,7 @@ class TreeSpeculation:
         if not expansion or min(expansion) < 1:
             raise ValueError(f"expansion={tuple(expansion)} must name a width of at least 1 for one layer or more")
         if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be above 0, for the tokens are drawn")
+            raise ValueError(f"temperature={temperature} must be above 0, for the tokens are sampled")
         if target.config.vocab_size != draft.config.vocab_size:
             sizes = f"{draft.config.vocab_size} tokens, the target {target.config.vocab_size}"
             raise ValueError(f"the draft knows {sizes}; take a draft with the target's vocabulary")

@@ -52,10 +52,10 @@ def main() -> None:
     args = parser.parse_args()
     sources = SOURCES | {"eagle3": args.head}
     rows = [row for method, model in sources.items() for row in measure(method, model, args.layers, args.prompts)]
-    print("| drafts by | beams | draft width | steps per forward, exact | drawn | s per search, exact |")
+    print("| drafts by | beams | draft width | steps per forward, exact | sampled | s per search, exact |")
     print("|---|---|---|---|---|---|")
-    for method, width, drafts, exact, drawn, seconds in rows:
-        print(f"| {method} | {width} | {drafts} | {exact:.2f} | {drawn:.2f} | {seconds:.2f} |")
+    for method, width, drafts, exact, sampled, seconds in rows:
+        print(f"| {method} | {width} | {drafts} | {exact:.2f} | {sampled:.2f} | {seconds:.2f} |")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Sampled:
 Params = Callable[[int], Any]  # of a seed
 
 
-def drawn_params(width: int, num_tokens: int, options: dict[str, Any]) -> Params:
+def sampled_params(width: int, num_tokens: int, options: dict[str, Any]) -> Params:
     """A search by these options, whatever its seed."""
     common = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": TEMPERATURE}
     return lambda seed: beam_params(width, seed=seed, **common, **options)
@@ -136,7 +136,7 @@ def measure(bench: Bench, times: int, name: str) -> Measured:
     llm = bench.engine_with_draft(LAYERS, variant=models.deeper(times))
     prompts = bench.prompts(setting.pick(2, 3, 5))
     options = [(mode.plain_width, mode.plain_options), (mode.width, mode.options)]
-    ways = [drawn_params(width, num_tokens, own) for width, own in options]
+    ways = [sampled_params(width, num_tokens, own) for width, own in options]
     warm_up(llm, prompts[0], ways)
     plain, drafted = in_turn(llm, prompts, ways, setting.pick(1, 3, setting.repeats))
     counts = total_counts(drafted.outputs)
@@ -181,9 +181,9 @@ TABLE = Table(
     cells,
     measure,
     f"layers={LAYERS}, {DRAFTS} drafts in each (one sequence: 1), temperature={TEMPERATURE}, EOS ignored; one search "
-    "at a time, both in turn on each of n prompts, each with its seed, medians; with drafts other beams are drawn, of "
-    'the same distribution, but where accept="top_k" is inexact; Theorem 3.2: (1 - a^(g+1)) / (1 - a), with g layers '
-    "of which a share a is accepted; there are fewer steps where max_tokens ends a search; dynamic width: "
+    "at a time, both in turn on each of n prompts, each with its seed, medians; with drafts other beams are sampled, "
+    'of the same distribution, but where accept="top_k" is inexact; Theorem 3.2: (1 - a^(g+1)) / (1 - a), with g '
+    "layers of which a share a is accepted; there are fewer steps where max_tokens ends a search; dynamic width: "
     "threshold=0.7; log p: of the chosen answer, per token; blocks: summed over prompts; times faster: geometric mean; "
     "deeper targets have further layers that change nothing",
     needs_draft=True,
@@ -208,7 +208,7 @@ def measure_energy(bench: Bench, times: int, name: str) -> Measured:
     for meter in found:
         taken = []
         for width, options in ways:
-            params = drawn_params(width, num_tokens, options)(0)
+            params = sampled_params(width, num_tokens, options)(0)
             run = partial(generate, llm, [{"prompt_token_ids": prompt}], params)
             taken.append(joules_per_call(meter, run, setting.pick(1, 5, 20)) / num_tokens)
         rows.append((name, meter.name, *taken, taken[0] / taken[1]))

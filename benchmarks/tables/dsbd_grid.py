@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks.common import median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.tables.dsbd import PLAIN, TEMPERATURE, WIDEST, depth, drawn_params, expected_steps, in_turn, warm_up
+from benchmarks.tables.dsbd import PLAIN, TEMPERATURE, WIDEST, depth, expected_steps, in_turn, sampled_params, warm_up
 from benchmarks.watch import total_counts
 
 DYNAMIC = "dynamic width"
@@ -51,11 +51,11 @@ def measure(bench: Bench, times: int) -> Measured:
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(6, 16, 16)
     prompts = bench.prompts(setting.pick(2, 3, 4))
-    reference = drawn_params(WIDEST, num_tokens, PLAIN)
+    reference = sampled_params(WIDEST, num_tokens, PLAIN)
     rows: list[list[Any]] = []
 
     def add(llm: Any, begin: Sequence[Any], width: int, options: dict[str, Any], num_layers: int | None) -> None:
-        base, own = in_turn(llm, prompts, [reference, drawn_params(width, num_tokens, options)], 1)
+        base, own = in_turn(llm, prompts, [reference, sampled_params(width, num_tokens, options)], 1)
         told: tuple[Any, ...] = (width, "", "", 1.0)
         if num_layers is not None:
             counts = total_counts(own.outputs)
@@ -66,7 +66,7 @@ def measure(bench: Bench, times: int) -> Measured:
 
     for number, (layers, settings) in enumerate(grid(setting)):
         llm = bench.engine_with_draft(layers, variant=models.deeper(times))
-        with_drafts = drawn_params(WIDEST, num_tokens, {"do_sample": True, "draft_width": WIDEST})
+        with_drafts = sampled_params(WIDEST, num_tokens, {"do_sample": True, "draft_width": WIDEST})
         warm_up(llm, prompts[0], [reference, with_drafts])
         for width in () if number else range(1, WIDEST + 1):
             add(llm, (f"beam sampling, {width}", "", "", "", ""), width, PLAIN, None)

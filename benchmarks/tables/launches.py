@@ -30,8 +30,8 @@ def _rules(width: int) -> dict[str, Any]:
     from vllm_trie.search.filters import SearchFilters
     from vllm_trie.search.rules import SearchRules
     from vllm_trie.search.strategies.best import BestStrategy
-    from vllm_trie.search.strategies.drawn import JointSamplingStrategy
     from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+    from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 
     plain = SearchRules(width, BestStrategy(), StopConstraints(STOP_TOKEN_IDS))
     return {
@@ -44,7 +44,7 @@ def _rules(width: int) -> dict[str, Any]:
         "stop strings": plain._replace(stops=StopConstraints(STOP_TOKEN_IDS, STOP_STRINGS)),
         "along a catalog": plain._replace(constraints=(ItemConstraint(CATALOG),)),
         "in 2 groups of beams": plain._replace(strategy=DiverseGroupsStrategy(2, DIVERSITY, None)),
-        "drawn beams": plain._replace(strategy=JointSamplingStrategy(False, 1, None, False)),
+        "sampled beams": plain._replace(strategy=JointSamplingStrategy(False, 1, None, False)),
     }
 
 
@@ -162,7 +162,7 @@ def counted_forest(width: int, num_groups: int) -> Counted:
 def cells(setting: Setting) -> list[Cell]:
     plain = [(PLAIN, width, 1) for width in setting.widths or WIDTHS]
     others = [(search, WIDTHS[0], 1) for search in _rules(WIDTHS[0]) if search != PLAIN]
-    wider = [("along a catalog", width, 1) for width in (WIDE, WIDTHS[-1])] + [("drawn beams", *IN_ONE_BATCH)]
+    wider = [("along a catalog", width, 1) for width in (WIDE, WIDTHS[-1])] + [("sampled beams", *IN_ONE_BATCH)]
     speculating = [(SPECULATING, width, 1) for width in (WIDTHS[0], MANY)] + [(SPECULATING, *IN_ONE_BATCH)]
     return [*plain, (PLAIN, *IN_ONE_BATCH), *others, *wider, *speculating]
 

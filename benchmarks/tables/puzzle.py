@@ -149,10 +149,10 @@ def by_samples(llm: Any, given: Sequence[Puzzle], scorer: Scorer, budget: int, n
 
     how = {"n": budget + budget // 4 + 2, "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
     outputs = generate(llm, prompts_of(given), [SamplingParams(seed=seed, **how) for seed in seeds(given)])
-    count, computed = samples_costing(num_tokens, [[drawn.token_ids for drawn in o.outputs] for o in outputs])
+    count, computed = samples_costing(num_tokens, [[sampled.token_ids for sampled in o.outputs] for o in outputs])
     for output in outputs:
         del output.outputs[count:]
-    most_frequent = [Counter(drawn.text for drawn in output.outputs).most_common(1)[0][0] for output in outputs]
+    most_frequent = [Counter(sampled.text for sampled in output.outputs).most_common(1)[0][0] for output in outputs]
     best, kv_tokens = best_by(scorer, given, outputs), kv_tokens_of(outputs)
     return {"best of n": Found(best, computed, kv_tokens), "majority": Found(most_frequent, computed, kv_tokens)}
 

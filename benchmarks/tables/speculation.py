@@ -110,8 +110,8 @@ def measure_quality(bench: Bench, mode: str) -> Measured:
     if mode in MODES:
         width, options = MODES[mode]
         llm = bench.engine_with_draft(QUALITY_LAYERS)
-        drawn = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
-        params = beam_params(width, max_tokens=num_tokens, **options, **drawn)
+        sampled = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
+        params = beam_params(width, max_tokens=num_tokens, **options, **sampled)
         outputs = one_at_a_time(llm, [{"prompt_token_ids": prompt} for prompt in prompts], params)
         logs = [o.outputs[0].cumulative_logprob / len(o.outputs[0].token_ids) for o in outputs]
         texts = [output.outputs[0].text for output in outputs]
@@ -304,14 +304,14 @@ def measure_blocks(bench: Bench, width: int) -> Measured:
     manager = manager_of(llm)
     prompts = bench.prompts(setting.pick(1, 2, 4), 256)
     options = {"max_tokens": setting.max_tokens or setting.pick(8, 96, 96), "ignore_eos": True}
-    drawn = {"do_sample": True, "seed": 1}
+    sampled = {"do_sample": True, "seed": 1}
     searches: list[tuple[str, dict[str, Any]]] = [("plain beams", {"speculation": "off"})]
     exact = {"speculation": "exact"}
     searches += [("speculative, exact", {**exact, "draft_width": factor * width}) for factor in (1, 2, 4)]
     searches += [
-        ("beam sampling", {**drawn, "speculation": "off"}),
-        ("speculative beam sampling", {**drawn, "draft_width": 2 * width}),
-        ("the same, memory_mode", {**drawn, "draft_width": 2 * width, "memory_mode": True}),
+        ("beam sampling", {**sampled, "speculation": "off"}),
+        ("speculative beam sampling", {**sampled, "draft_width": 2 * width}),
+        ("the same, memory_mode", {**sampled, "draft_width": 2 * width, "memory_mode": True}),
     ]
     rows: list[Cell] = []
     for name, own in searches:

@@ -35,12 +35,12 @@ def params_by_search(num_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     options: dict[str, Any] = {"max_tokens": num_tokens, "stop": list(stop)}
-    drawn = {"do_sample": True, "temperature": TEMPERATURE, "seed": SEED}
+    sampled = {"do_sample": True, "temperature": TEMPERATURE, "seed": SEED}
     return {
         GREEDY: SamplingParams(temperature=0, logprobs=0, **options),
         "4 beams": beam_params(4, **options),
         "8 beams": beam_params(8, **options),
-        "beam sampling, 4": beam_params(4, **drawn, **options),
+        "beam sampling, 4": beam_params(4, **sampled, **options),
     }
 
 

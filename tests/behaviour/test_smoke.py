@@ -108,9 +108,9 @@ def test_n_hypotheses_are_the_best_of_all(engine: Engine) -> None:
     assert [o.token_ids for o in some.outputs] == [o.token_ids for o in everything.outputs[:3]]
 
 
-def test_beams_are_drawn_by_their_seed_and_reported_by_the_targets_probability(engine: Engine) -> None:
-    drawn = [(PROMPTS[0], params(do_sample=True, seed=seed, temperature=0.7)) for seed in (3, 4, 3)]
-    first, other, again = run(engine, drawn)
+def test_beams_are_sampled_by_their_seed_and_reported_by_the_targets_probability(engine: Engine) -> None:
+    sampled = [(PROMPTS[0], params(do_sample=True, seed=seed, temperature=0.7)) for seed in (3, 4, 3)]
+    first, other, again = run(engine, sampled)
     assert count_ties([again], [first]) == 0
     assert [o.token_ids for o in first.outputs] != [o.token_ids for o in other.outputs]
     for o in first.outputs:
@@ -119,8 +119,8 @@ def test_beams_are_drawn_by_their_seed_and_reported_by_the_targets_probability(e
 
 
 def test_a_search_goes_on_from_the_tokens_that_it_sampled_first(engine: Engine) -> None:
-    drawn = {"sample_first": 3, "seed": 5, "ignore_eos": True, "min_tokens": 3}
-    prefixes, found = run(engine, [(PROMPTS[0], params(**drawn, max_tokens=length)) for length in (3, MAX_TOKENS)])
+    sampled = {"sample_first": 3, "seed": 5, "ignore_eos": True, "min_tokens": 3}
+    prefixes, found = run(engine, [(PROMPTS[0], params(**sampled, max_tokens=length)) for length in (3, MAX_TOKENS)])
     start = [([*o.token_ids], o.cumulative_logprob) for o in prefixes.outputs]
     theirs = loop_beams(TRAINED_TARGET, PROMPTS[0], WIDTH, WIDTH, MAX_TOKENS, ignore_eos=True, start=start)
     assert agree(engine_answers(found, 1.0), [*theirs])
@@ -181,10 +181,10 @@ def test_exact_speculation_finds_what_plain_steps_find(drafting: Engine) -> None
 
 
 @pytest.mark.parametrize("mode", [{}, {"threshold": 0.8}, {"memory_mode": True}], ids=["plain", "narrower", "memory"])
-def test_drafts_of_drawn_beams_are_reported_by_the_targets_probability(drafting: Engine, mode: dict) -> None:
-    drawn = [(prompt, params(speculation="sample", seed=1, ignore_eos=True, **mode)) for prompt in PROMPTS]
-    outputs = run(drafting, drawn)
-    assert count_ties(run(drafting, drawn), outputs) == 0
+def test_drafts_of_sampled_beams_are_reported_by_the_targets_probability(drafting: Engine, mode: dict) -> None:
+    sampled = [(prompt, params(speculation="sample", seed=1, ignore_eos=True, **mode)) for prompt in PROMPTS]
+    outputs = run(drafting, sampled)
+    assert count_ties(run(drafting, sampled), outputs) == 0
     assert max(map(steps_per_forward, outputs)) > 1
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         for o in output.outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness import Setting
-from benchmarks.tables.dsbd import LAYERS, MODES, PLAIN, drawn_params, expected_steps, in_turn
+from benchmarks.tables.dsbd import LAYERS, MODES, PLAIN, expected_steps, in_turn, sampled_params
 from benchmarks.tables.dsbd_grid import front, grid
 from benchmarks.watch import total_counts
 from tests.support.engine import Engines
@@ -40,7 +40,7 @@ def test_ways_take_turns_at_equal_seeds_and_their_layers_are_counted(engines: En
     """A forward takes a step for each layer that is accepted, and one more unless the search ends with that layer."""
     llm = speculating(engines, TRAINED, LAYERS).llm
     prompts = trained_prompts([20, 30])
-    plain, drafted = drawn_params(4, 16, PLAIN), drawn_params(4, 16, MODES["beam sampling, 4"].options)
+    plain, drafted = sampled_params(4, 16, PLAIN), sampled_params(4, 16, MODES["beam sampling, 4"].options)
     found = in_turn(llm, prompts, [plain, drafted, plain, drafted], rounds=2)
     answers = [[output.outputs[0].token_ids for output in sampled.outputs] for sampled in found]
     assert answers[0] == answers[2]

@@ -115,7 +115,7 @@ def test_graphs_by_kernels_take_as_much_memory_as_is_left_for_them(search: str, 
     assert 0 < num_bytes < width * VOCAB_SIZE // LOGITS_OF_BYTE + MOST_BYTES_BESIDE - MOST_OWN_BYTES
 
 
-@pytest.mark.parametrize(("search", "most"), [("controlled", 2), ("min_p and top_p", 1), ("drawn beams", None)])
+@pytest.mark.parametrize(("search", "most"), [("controlled", 2), ("min_p and top_p", 1), ("sampled beams", None)])
 def test_of_other_steps_graphs_hold_what_they_can(search: str, most: int | None) -> None:
     step = counted_by_graphs(search, 4, 1)
     assert step.waits == 0

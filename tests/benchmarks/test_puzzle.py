@@ -45,7 +45,7 @@ def test_an_answer_that_breaks_a_rule_or_ends_elsewhere_solves_none(answer: str)
     assert not is_solved(PUZZLE, answer)
 
 
-def test_solutions_that_are_drawn_for_training_solve_their_puzzles() -> None:
+def test_solutions_that_are_sampled_for_training_solve_their_puzzles() -> None:
     rng = random.Random(0)
     for puzzle in puzzles("train", 50):
         found = {a_solution(puzzle, rng) for _ in range(10)}
@@ -54,12 +54,12 @@ def test_solutions_that_are_drawn_for_training_solve_their_puzzles() -> None:
 
 
 def test_splits_have_no_numbers_in_common_and_puzzles_come_once() -> None:
-    drawn = {split: puzzles(split, 300) for split in SPLITS}
-    numbers = [{tuple(sorted(puzzle.numbers)) for puzzle in of_split} for of_split in drawn.values()]
+    sampled = {split: puzzles(split, 300) for split in SPLITS}
+    numbers = [{tuple(sorted(puzzle.numbers)) for puzzle in of_split} for of_split in sampled.values()]
     assert sum(map(len, numbers)) == len(set().union(*numbers))
-    keys = {(tuple(sorted(puzzle.numbers)), puzzle.target) for puzzle in drawn["test"]}
+    keys = {(tuple(sorted(puzzle.numbers)), puzzle.target) for puzzle in sampled["test"]}
     assert len(keys) == 300
-    assert puzzles("test", 10) == drawn["test"][:10]
+    assert puzzles("test", 10) == sampled["test"][:10]
     with pytest.raises(ValueError, match="count=10000 puzzles asked for; 'test' has"):
         puzzles("test", 10_000)
 

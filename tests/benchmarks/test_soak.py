@@ -46,7 +46,7 @@ def test_answers_are_compared(texts: tuple[str, ...], logprobs: tuple[float, ...
     soak.expected["4 beams", "x"].append(Answer(("a", "b"), (-1.0, -2.0)))
     assert soak.judged("4 beams", "x", Answer(texts, logprobs)) == outcome
     assert len(soak.wrong) == (outcome == "wrong")
-    assert soak.judged("drawn", "x", Answer(texts, logprobs)) == "answered"
+    assert soak.judged("sampled", "x", Answer(texts, logprobs)) == "answered"
 
 
 def test_a_log_is_searched_for_errors() -> None:

@@ -140,7 +140,7 @@ def test_logprobs_are_those_of_a_plain_forward(
     ("expansion", "temperature", "message"),
     [((), 1.0, "expansion"), ((2, 0), 1.0, "expansion"), ((2,), 0.0, "temperature=0.0 must be above 0")],
 )
-def test_what_cannot_be_drawn_is_refused(
+def test_what_cannot_be_sampled_is_refused(
     target: PreTrainedModel, expansion: tuple[int, ...], temperature: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

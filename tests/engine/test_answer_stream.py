@@ -133,7 +133,7 @@ def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
             assert streamed.next_part() is None, "it was sent already"
             sent, expected = joined(parts)[0], known(plain)
             assert sent == expected[: len(sent)]
-            if not plain.plan.num_draws:  # beams that were drawn alike are two
+            if not plain.plan.num_draws:  # beams that were sampled alike are two
                 assert sent == expected
             num_decided += streamed.stream.is_decided
         check_answer(parts, plain, streamed)

@@ -178,7 +178,7 @@ DELIVERY: list[dict[str, Any]] = [
     {"skip_special_tokens": False, "stop": ["x"]},
 ]
 
-DRAWN: list[dict[str, Any]] = [
+SAMPLED: list[dict[str, Any]] = [
     {"do_sample": True, "seed": 3, "temperature": 0.7},
     {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
     {"do_sample": True, "seed": 5, "temperature": 0.9, "stochastic": True, "logprobs": 1},
@@ -281,11 +281,11 @@ TO_THE_END: list[dict[str, Any]] = [
 FORESTS = {"num_speculative_tokens": 3}
 BATCHES: dict[str, Batch] = {
     "ranking": Batch(_mixed(_named(RANKING, 4), _aborted(4), _ordinary(0))),
-    "ties": Batch(_mixed(_named(RANKING[::2], 3), _named(CONTROLS[::4], 2), _named(DRAWN[:3], 1)), unit=COARSE),
+    "ties": Batch(_mixed(_named(RANKING[::2], 3), _named(CONTROLS[::4], 2), _named(SAMPLED[:3], 1)), unit=COARSE),
     "controls": Batch(
         _mixed(
             _named(CONTROLS, 4),
-            _named(DRAWN, 4),
+            _named(SAMPLED, 4),
             _named(DELIVERY, 3),
             _named(ALONG_ITEMS, 3),
             _named(LONG_STEPS, 2),
@@ -294,7 +294,7 @@ BATCHES: dict[str, Batch] = {
         catalogs={"items": ITEMS, "nested": sorted({*ITEMS, *(item[:2] for item in ITEMS[::7])})},
     ),
     "preempted": Batch(
-        _mixed(_named(RANKING[:-3:3], 3, max_tokens=70), _named(CONTROLS[::3], 2), _named(DRAWN, 1), _ordinary(20)),
+        _mixed(_named(RANKING[:-3:3], 3, max_tokens=70), _named(CONTROLS[::3], 2), _named(SAMPLED, 1), _ordinary(20)),
         engine={"num_gpu_blocks_override": 60, "async_scheduling": False},
     ),
     "drafts": Batch(

@@ -43,7 +43,7 @@ def test_a_json_text_says_the_same() -> None:
 
 @pytest.mark.parametrize("engine", [None, "auto", "exact", "sample", "off"])
 @pytest.mark.parametrize("request_says", [None, "auto", "off"])
-def test_steps_are_plain_and_nothing_is_drawn_whatever_the_engine_says(engine: Any, request_says: Any) -> None:
+def test_steps_are_plain_and_nothing_is_sampled_whatever_the_engine_says(engine: Any, request_says: Any) -> None:
     beam = resolved({"contrast": {}, "speculation": request_says}, semantics="vllm", speculation=engine)
     assert (beam.speculation, beam.do_sample, beam.semantics, beam.draft_width) == ("off", False, "hf", None)
 

@@ -95,7 +95,7 @@ def test_what_draws_of_whole_hypotheses_do_not_go_with_is_refused(options: dict[
         BeamParams(beam_width=4, **options)
 
 
-def test_an_engine_says_whether_to_draw_but_not_how_where_whole_hypotheses_are_drawn() -> None:
+def test_an_engine_says_whether_to_draw_but_not_how_where_whole_hypotheses_are_sampled() -> None:
     beam = resolved({"stochastic": True}, do_sample=True, replacement=True, speculation="sample", threshold=0.7)
     assert (beam.do_sample, beam.speculation, beam.replacement, beam.threshold) == (True, "off", None, None)
     with refusal("stochastic=True acts only on sampling; set do_sample=True"):

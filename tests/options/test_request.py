@@ -276,13 +276,13 @@ def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str
     assert beam_params(2, **{option: value}).extra_args[option] == value
 
 
-@pytest.mark.parametrize("drawn", [-1, 1.5, True, "2"])
-def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
-    with pytest.raises(ValueError, match=f"sample_first={drawn!r} is not a number of tokens"):
-        beam_params(2, sample_first=drawn)
+@pytest.mark.parametrize("length", [-1, 1.5, True, "2"])
+def test_sample_first_must_be_a_number_of_tokens(length: object) -> None:
+    with pytest.raises(ValueError, match=f"sample_first={length!r} is not a number of tokens"):
+        beam_params(2, sample_first=length)
 
 
-def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
+def test_a_seed_is_refused_where_nothing_is_sampled() -> None:
     with pytest.raises(ValueError, match="seed=1 has no effect in a search that does not sample"):
         beam_params(2, seed=1, do_sample=False)
     assert beam_params(2, seed=1, sample_first=2).seed == 1

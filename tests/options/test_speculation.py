@@ -1,4 +1,4 @@
-"""How beams are drawn, and speculate: by itself, together, and with what the engine says."""
+"""How beams are sampled, and speculate: by itself, together, and with what the engine says."""
 
 from __future__ import annotations
 
@@ -110,30 +110,33 @@ def test_a_server_does_not_turn_numbers_into_booleans() -> None:
 
 
 SAMPLE, EXACT = {"speculation": "sample"}, {"speculation": "exact"}
-DRAWN, NOT_DRAWN = {"do_sample": True}, {"do_sample": False}
-DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
+SAMPLED, NOT_SAMPLED = {"do_sample": True}, {"do_sample": False}
+DRAW = {"do_sample=True": SAMPLED, 'speculation="sample"': SAMPLE}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (DRAWN | EXACT, 'do_sample=True is not supported together with speculation="exact", which takes the best; use'),
         (
-            NOT_DRAWN | SAMPLE,
+            SAMPLED | EXACT,
+            'do_sample=True is not supported together with speculation="exact", which takes the best; use',
+        ),
+        (
+            NOT_SAMPLED | SAMPLE,
             'do_sample=False is not supported together with speculation="sample", which samples beams; ',
         ),
-        (NOT_DRAWN | {"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
+        (NOT_SAMPLED | {"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
         (EXACT | {"replacement": True}, "replacement=True acts only on sampling; set do_sample=True"),
         *(
             (
                 how | {"semantics": semantics},
-                f'{drawn_by} is not supported together with semantics="{semantics}", which',
+                f'{sampled_by} is not supported together with semantics="{semantics}", which',
             )
-            for (drawn_by, how), semantics in product(DRAW.items(), ("vllm", "tridecode"))
+            for (sampled_by, how), semantics in product(DRAW.items(), ("vllm", "tridecode"))
         ),
         *(
-            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}, which samples")
-            for drawn_by, how in DRAW.items()
+            (how | {name: value}, f"{name}={value!r} is not supported together with {sampled_by}, which samples")
+            for sampled_by, how in DRAW.items()
             for name, value in {
                 "prune_relative": 0.5,
                 "prune_absolute": 2.0,
@@ -148,7 +151,7 @@ DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
         ),
         *(
             (how | {name: value}, f'{name}={value!r} has no effect unless beams are sampled; set speculation="sample"')
-            for how in (EXACT, NOT_DRAWN)
+            for how in (EXACT, NOT_SAMPLED)
             for name, value in {"min_width": 2, "threshold": 0.7, "memory_mode": True}.items()
         ),
         (
@@ -169,26 +172,26 @@ def test_what_cannot_go_together_is_refused_before_any_engine_sees_it(options: d
 @pytest.mark.parametrize(
     "options",
     [
-        SAMPLE | DRAWN | {"replacement": True, "memory_mode": True, "draft_width": 4, "threshold": 1, "min_width": 4},
-        EXACT | NOT_DRAWN | {"replacement": False, "memory_mode": False, "draft_width": 4},
+        SAMPLE | SAMPLED | {"replacement": True, "memory_mode": True, "draft_width": 4, "threshold": 1, "min_width": 4},
+        EXACT | NOT_SAMPLED | {"replacement": False, "memory_mode": False, "draft_width": 4},
         {"speculation": "off", "do_sample": True, "replacement": True, "memory_mode": False},
         {"replacement": True, "min_width": 2},  # the engine may say the rest
         *(EXACT | {"semantics": semantics, "draft_width": 9} for semantics in ("vllm", "tridecode", "hf")),
         EXACT | {"sample_first": 3, "prune_absolute": 2.0},
-        DRAWN | {"early_stopping": "never", "length_penalty": -1.0},
+        SAMPLED | {"early_stopping": "never", "length_penalty": -1.0},
     ],
 )
 def test_what_can_go_together_passes(options: dict) -> None:
     assert beam_params(4, **options).extra_args.items() >= options.items()
 
 
-def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
-    for drawn_by, options in DRAW.items():
+def test_a_seed_and_a_temperature_belong_to_what_is_sampled() -> None:
+    for sampled_by, options in DRAW.items():
         assert beam_params(4, seed=1, **options).seed == 1
-        with refusal(f"temperature=0.0 is not supported together with {drawn_by}, which samples; raise"):
+        with refusal(f"temperature=0.0 is not supported together with {sampled_by}, which samples; raise"):
             beam_params(4, temperature=0.0, **options)
     assert beam_params(4, seed=1).seed == 1  # the engine may draw by default
-    for options in (EXACT, NOT_DRAWN):
+    for options in (EXACT, NOT_SAMPLED):
         with refusal(
             "seed=1 has no effect in a search that does not sample; leave it out, or set do_sample or sample_first"
         ):
@@ -214,10 +217,10 @@ STEPS = {"unit": "step", "step_stop": ["\n"], "scorer": len}
             (how | BY_RANK, f'accept="top_k" {why}')
             for how, why in [
                 (EXACT, 'has no effect unless beams are sampled; set speculation="sample"'),
-                (NOT_DRAWN, 'has no effect unless beams are sampled; set speculation="sample"'),
+                (NOT_SAMPLED, 'has no effect unless beams are sampled; set speculation="sample"'),
                 ({"speculation": "off"}, "has no effect, as this search does not speculate; leave it out"),
                 (
-                    DRAWN | {"stochastic": True},
+                    SAMPLED | {"stochastic": True},
                     "is not supported together with stochastic=True, whose steps take no drafts",
                 ),
                 (SAMPLE | {"threshold": 0.7}, "is not supported together with threshold=0.7, which decides widths by"),
@@ -225,7 +228,7 @@ STEPS = {"unit": "step", "step_stop": ["\n"], "scorer": len}
         ),
     ],
 )
-def test_drafts_are_accepted_by_rank_where_beams_are_drawn_by_drafts_alone(options: dict, message: str) -> None:
+def test_drafts_are_accepted_by_rank_where_beams_are_sampled_by_drafts_alone(options: dict, message: str) -> None:
     with refusal(message):
         beam_params(4, **options)
     with refusal(message):
@@ -236,10 +239,10 @@ def test_drafts_are_accepted_by_rank_if_the_request_says_so_alone() -> None:
     assert (resolved(SAMPLE).accept, resolved(SAMPLE | BY_RANK).accept) == ("exact", "top_k")
     with refusal("unknown option trie_beam.accept; accept is an option of requests, not of the engine"):
         EngineOptions(**BY_RANK)
-    beam = resolved(DRAWN | BY_RANK | {"accept_top_k": 3}, threshold=0.7, min_width=2, draft_width=6)
+    beam = resolved(SAMPLED | BY_RANK | {"accept_top_k": 3}, threshold=0.7, min_width=2, draft_width=6)
     assert (beam.accept_top_k, beam.draft_width) == (3, 6)
     assert (beam.threshold, beam.min_width) == (None, None), "which does not go with it"
-    for how, drafts in [({}, "model"), (DRAWN, None), (DRAWN, "ngrams")]:
+    for how, drafts in [({}, "model"), (SAMPLED, None), (SAMPLED, "ngrams")]:
         with refusal('accept="top_k" '):
             resolved(how | BY_RANK, drafts)
     assert parse_options(BY_RANK) is None, "others may call something so"
@@ -272,7 +275,7 @@ def test_a_search_that_forests_do_not_follow_takes_plain_steps(options: dict[str
 def expected(
     asked: tuple[bool | None, str | None], says: tuple[bool | None, str | None], drafts: Drafts | None
 ) -> tuple[bool, str] | None:
-    """Whether beams are drawn, and how they speculate, from the rules; None where the request is refused."""
+    """Whether beams are sampled, and how they speculate, from the rules; None where the request is refused."""
     do_sample, speculation = asked
     if speculation in ("exact", "sample"):
         will_do = {None: [], "ngrams": ["exact"], "model": ["exact", "sample"]}[drafts]
@@ -309,14 +312,14 @@ DEFAULTS = {"replacement": True, "memory_mode": True, "draft_width": 6, "min_wid
     ("options", "drafts", "applied"),
     [
         (SAMPLE, "model", DEFAULTS),
-        (DRAWN, "model", DEFAULTS),
+        (SAMPLED, "model", DEFAULTS),
         (EXACT, "model", {"draft_width": 6}),
-        (NOT_DRAWN, "model", {"draft_width": 6}),
+        (NOT_SAMPLED, "model", {"draft_width": 6}),
         ({}, "model", {"draft_width": 6}),
-        (DRAWN, None, {"replacement": True}),
-        (DRAWN, "ngrams", {"replacement": True}),
+        (SAMPLED, None, {"replacement": True}),
+        (SAMPLED, "ngrams", {"replacement": True}),
         ({}, "ngrams", {"draft_width": 6}),
-        (DRAWN | {"speculation": "off"}, "model", {"replacement": True}),
+        (SAMPLED | {"speculation": "off"}, "model", {"replacement": True}),
         ({"speculation": "off"}, "model", {}),
         ({}, None, {}),
     ],
@@ -334,16 +337,16 @@ def test_what_the_request_says_outweighs_the_engine() -> None:
     assert {name: getattr(beam, name) for name in own} == own
 
 
-def test_a_greedy_request_is_not_drawn_because_the_engine_draws() -> None:
+def test_a_greedy_request_is_not_sampled_because_the_engine_draws() -> None:
     for says in ({"do_sample": True}, {"speculation": "sample"}):
         beam = resolve_options(BeamParams(beam_width=4), EngineOptions(**says), "model", {"temperature": 0.0})
         assert (beam.do_sample, beam.speculation) == (False, "auto")
 
 
 def test_a_refusal_by_the_engines_semantics_names_what_the_request_says() -> None:
-    for drawn_by, how in DRAW.items():
+    for sampled_by, how in DRAW.items():
         with refusal(
-            f'{drawn_by} is not supported together with semantics="tridecode", which does not sample beams; leave'
+            f'{sampled_by} is not supported together with semantics="tridecode", which does not sample beams; leave'
         ):
             resolved(how, "model", semantics="tridecode")
 
@@ -370,9 +373,9 @@ def test_the_engine_and_the_request_may_say_half_of_it_each() -> None:
     [
         ({"replacement": True}, "model", "replacement=True acts only on sampling; set do_sample=True"),
         (SAMPLE | {"min_width": 2}, "model", "min_width=2 needs a threshold, such as 0.7, to decide the width by"),
-        (DRAWN | {"min_width": 2}, None, "min_width=2 has no effect, as this search does not speculate"),
-        (DRAWN | {"memory_mode": True}, None, "memory_mode=True has no effect, as this search does not"),
-        (DRAWN | {"draft_width": 8}, "ngrams", "draft_width=8 has no effect, as this search does not speculate"),
+        (SAMPLED | {"min_width": 2}, None, "min_width=2 has no effect, as this search does not speculate"),
+        (SAMPLED | {"memory_mode": True}, None, "memory_mode=True has no effect, as this search does not"),
+        (SAMPLED | {"draft_width": 8}, "ngrams", "draft_width=8 has no effect, as this search does not speculate"),
         ({"draft_width": 8}, None, "draft_width=8 has no effect, as this search does not speculate; leave it"),
         (
             {"threshold": 0.7},
@@ -409,6 +412,6 @@ def test_a_search_that_cannot_draw_remains_one_whatever_the_engine_says(options:
 
 def test_what_is_resolved_is_not_checked_again_in_the_engine() -> None:
     """The scheduler builds it from the mapping that the front end puts into the request's ticket."""
-    for options, drafts in [(SAMPLE, "model"), (EXACT, "ngrams"), (DRAWN, None), ({}, None)]:
+    for options, drafts in [(SAMPLE, "model"), (EXACT, "ngrams"), (SAMPLED, None), ({}, None)]:
         beam = resolved(options, drafts, **DEFAULTS)
         assert BeamParams.model_construct(**beam.model_dump()) == beam

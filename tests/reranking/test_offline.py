@@ -48,9 +48,9 @@ def test_without_sacrebleu_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         rerank_metric_of("ter")
 
 
-def test_references_weigh_their_probability_to_a_power_and_what_was_drawn_again_nothing() -> None:
-    drawn = [([1, 2], -1.0), ([3], -2.0), ([1, 2], -1.0), ([4], -900.0)]
-    pool = [CompletionOutput(0, "", tokens, total, None) for tokens, total in drawn]
+def test_references_weigh_their_probability_to_a_power_and_what_was_sampled_again_nothing() -> None:
+    sampled = [([1, 2], -1.0), ([3], -2.0), ([1, 2], -1.0), ([4], -900.0)]
+    pool = [CompletionOutput(0, "", tokens, total, None) for tokens, total in sampled]
     weights = _rerank_weights(pool, 0.5)
     assert weights is not None
     expected = np.exp(0.5 * np.array([-1.0, -2.0, -np.inf, -900.0]))

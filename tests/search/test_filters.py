@@ -147,16 +147,16 @@ def test_long_rows_have_the_same_running_sums(
 
 
 @pytest.mark.usefixtures("long_rows")
-def test_what_nobody_may_draw_is_not_drawn_of_long_rows() -> None:
+def test_what_nobody_may_draw_is_not_sampled_of_long_rows() -> None:
     random = torch.Generator().manual_seed(0)
     logprobs = torch.randn(2, 3, 400, generator=random).mul(4)
     logprobs[torch.rand(logprobs.shape, generator=random) < 0.7] = -torch.inf
     chances = torch.rand(2, 3, 500, dtype=torch.float64, generator=random)
     chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
-    drawn = draw_search_tokens(logprobs, chances)
-    assert (logprobs.gather(-1, drawn) > -torch.inf).all()
+    tokens = draw_search_tokens(logprobs, chances)
+    assert (logprobs.gather(-1, tokens) > -torch.inf).all()
     with shortcuts(allowed=True):
-        assert (drawn == draw_search_tokens(logprobs, chances)).float().mean() > 0.99
+        assert (tokens == draw_search_tokens(logprobs, chances)).float().mean() > 0.99
     assert (draw_search_tokens(torch.full((1, 1, 9), -torch.inf), chances[:1, :1]) == 8).all()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.exhaustive import drawn_pair_distribution
+from tests.support.exhaustive import sampled_pair_distribution
 from vllm_trie.search import parts
 from vllm_trie.search.gumbel import search_gumbel_top_k, stochastic_search_step
 from vllm_trie.search.sampling import search_generator
@@ -36,14 +36,14 @@ def pair_counts(pairs: torch.Tensor, num_cells: int) -> np.ndarray:
 @pytest.mark.parametrize("offset", [0.0, -5000.0])
 def test_the_maximum_is_a_draw_whatever_the_normalisation(offset: float) -> None:
     logs = torch.tensor([-1.0, NEVER, -2.0, -0.5, -3.0])
-    _, drawn = search_gumbel_top_k((logs + offset).expand(1, 20_000, 5), 1, [search_generator(0, 1)])
-    assert deviation(np.bincount(drawn.flatten(), minlength=5), logs.double().softmax(-1).numpy()) < 3
+    _, sampled = search_gumbel_top_k((logs + offset).expand(1, 20_000, 5), 1, [search_generator(0, 1)])
+    assert deviation(np.bincount(sampled.flatten(), minlength=5), logs.double().softmax(-1).numpy()) < 3
 
 
-def test_the_top_two_are_drawn_one_after_the_other_without_replacement() -> None:
+def test_the_top_two_are_sampled_one_after_the_other_without_replacement() -> None:
     logs = torch.tensor([-1.0, NEVER, -2.0, -0.5, -1.5]).double()
     (values,), (indices,) = search_gumbel_top_k(logs.expand(1, 20_000, 5), 2, [search_generator(0, 1)])
-    distribution = drawn_pair_distribution(logs.softmax(-1), replacement=False)
+    distribution = sampled_pair_distribution(logs.softmax(-1), replacement=False)
     assert deviation(pair_counts(indices, 5), distribution) < 3
     as_one = np.sort(indices.numpy(), axis=1)
     assert deviation(pair_counts(torch.from_numpy(as_one), 5), np.triu(distribution + distribution.T)) < 3
@@ -74,7 +74,7 @@ def test_stochastic_beams_are_leaves_without_replacement(impossible: bool) -> No
     prefixes = beams.cells.gather(-1, leaves.cells // 3)
     sequences = 3 * prefixes + leaves.cells % 3
     distribution = (first[:, None] + second).flatten()
-    assert deviation(pair_counts(sequences, 9), drawn_pair_distribution(distribution.exp(), replacement=False)) < 3
+    assert deviation(pair_counts(sequences, 9), sampled_pair_distribution(distribution.exp(), replacement=False)) < 3
     torch.testing.assert_close(leaves.scores, distribution[sequences])
 
 

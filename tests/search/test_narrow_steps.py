@@ -20,7 +20,7 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import is_narrow_search_step, take_search_step
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 
 VOCAB_SIZE = 200
 ITEMS = ItemConstraint("items", renormalizes=True)

@@ -164,25 +164,25 @@ def test_the_same_chances_draw_the_same(cells: int, monkeypatch: pytest.MonkeyPa
     chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
     expected = draw_search_tokens(logprobs, chances)
     monkeypatch.setattr(parts, "CELLS", cells)
-    drawn = draw_search_tokens(logprobs, chances)
+    tokens = draw_search_tokens(logprobs, chances)
     lives = (logprobs > NEVER).any(dim=-1)
-    assert (logprobs.gather(-1, drawn)[lives] > NEVER).all()
-    assert (drawn == expected).float().mean() > 0.999
-    assert (drawn[~lives] == VOCAB_SIZE - 1).all()
+    assert (logprobs.gather(-1, tokens)[lives] > NEVER).all()
+    assert (tokens == expected).float().mean() > 0.999
+    assert (tokens[~lives] == VOCAB_SIZE - 1).all()
 
 
 @CELLS
-def test_cells_are_drawn_from_all_parts_with_replacement(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_sampled_from_all_parts_with_replacement(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
     p = torch.rand(2, 5 * VOCAB_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     p[0, 40:] *= p[0, 40:] > 0.6
     p[1] = 0
     rngs = lambda: [search_generator(0, 1), search_generator(0, 2)]  # noqa: E731
     expected, is_possible = draw_search_continuations(p, 400, True, rngs())
     monkeypatch.setattr(parts, "CELLS", cells)
-    drawn, still_possible = draw_search_continuations(p, 400, True, rngs())
-    assert (drawn == expected).float().mean() > 0.999
+    sampled, still_possible = draw_search_continuations(p, 400, True, rngs())
+    assert (sampled == expected).float().mean() > 0.999
     assert torch.equal(is_possible, still_possible)
-    assert (p[0, drawn[0]] > 0).all()
+    assert (p[0, sampled[0]] > 0).all()
 
 
 def test_parts_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_parts_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_without_a_number_draws_nothing_and_keeps_no_other_from_it(
     cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what rows may not take, is not drawn of them in any part."""
+    """And what rows may not take, is not sampled of them in any part."""
     monkeypatch.setattr(parts, "CELLS", cells)
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=random)

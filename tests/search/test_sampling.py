@@ -1,4 +1,4 @@
-"""What is drawn is drawn by its probability, and by nothing but the seed and the step."""
+"""What is sampled is sampled by its probability, and by nothing but the seed and the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.exhaustive import drawn_pair_distribution
+from tests.support.exhaustive import sampled_pair_distribution
 from tests.support.steps import rules_of
 from vllm_trie.search import parts
 from vllm_trie.search.beams import SearchBeams
@@ -25,7 +25,7 @@ from vllm_trie.search.sampling import (
 from vllm_trie.search.step import take_packed_search_step, take_search_step
 from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.search.strategies import sampled as sampled_each
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy, best_beam_of_strategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy, best_beam_of_strategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 
 DEAD = float("-inf")
@@ -55,8 +55,8 @@ def test_the_same_seed_and_step_draw_the_same() -> None:
 def test_the_distribution_is_that_of_the_row(seed: int) -> None:
     logprobs = torch.tensor([[[-1.0, DEAD, -2.0, -0.5, -3.0, DEAD]]])
     draws = 20_000
-    drawn = draw_search_tokens(logprobs, torch.from_numpy(search_uniforms(seed, 1, draws))[None, None])
-    counts = torch.bincount(drawn.flatten(), minlength=6).double()
+    tokens = draw_search_tokens(logprobs, torch.from_numpy(search_uniforms(seed, 1, draws))[None, None])
+    counts = torch.bincount(tokens.flatten(), minlength=6).double()
     expected = draws * logprobs[0, 0].double().softmax(-1)
     assert counts[expected == 0].sum() == 0
     chi_square = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
@@ -67,22 +67,22 @@ def test_each_row_draws_from_its_own() -> None:
     logprobs = torch.full((2, 3, 6), DEAD)
     for place in range(6):
         logprobs[place // 3, place % 3, place] = 0.0
-    drawn = draw_search_tokens(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
-    assert torch.equal(drawn, torch.arange(6).reshape(2, 3, 1).expand(2, 3, 4))
+    tokens = draw_search_tokens(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
+    assert torch.equal(tokens, torch.arange(6).reshape(2, 3, 1).expand(2, 3, 4))
 
 
 @pytest.mark.parametrize("chance", [0.0, np.nextafter(1.0, 0.0)])
 @pytest.mark.parametrize("spread", [0.0, 5.0, 40.0])
-def test_the_impossible_is_not_drawn_at_either_end(chance: float, spread: float) -> None:
+def test_the_impossible_is_not_sampled_at_either_end(chance: float, spread: float) -> None:
     logprobs = spread * torch.randn(1, 50, 1000, generator=torch.Generator().manual_seed(0))
     logprobs[..., :5] = logprobs[..., -5:] = DEAD
-    drawn = draw_search_tokens(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
-    assert (logprobs.gather(-1, drawn) > DEAD).all()
+    tokens = draw_search_tokens(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
+    assert (logprobs.gather(-1, tokens) > DEAD).all()
 
 
-def test_where_nothing_may_be_drawn_some_impossible_token_stands_for_it() -> None:
-    drawn = draw_search_tokens(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
-    assert drawn.tolist() == [[[3]]]
+def test_where_nothing_may_be_sampled_some_impossible_token_stands_for_it() -> None:
+    tokens = draw_search_tokens(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
+    assert tokens.tolist() == [[[3]]]
 
 
 SAMPLED = rules_of(3, stops=(1,), strategy=RowSamplingStrategy())
@@ -136,7 +136,7 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
         assert repr(alone) == repr(together[at])
 
 
-def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
+def test_only_the_best_sampled_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
     rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=JointSamplingStrategy(False, 1, None, False))
     beams, inputs = SearchBeams(torch.zeros(2, 4)), SearchInputs([(at, 5) for at in range(2)])
@@ -199,12 +199,12 @@ def test_dead_rows_have_no_mass() -> None:
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
+def test_cells_are_sampled_by_their_law_in_order(replacement: bool) -> None:
     p = 3 * torch.tensor([[0.4, 0.0, 0.2], [0.0, 0.1, 0.3]]).double()  # need not be normalised
     rng, counts, num_draws = search_generator(0, 1), np.zeros((6, 6)), 10_000
     for _ in range(num_draws):
         counts[tuple(draw_search_cells(p, 2, replacement, rng))] += 1
-    distribution = drawn_pair_distribution(p / p.sum(), replacement)
+    distribution = sampled_pair_distribution(p / p.sum(), replacement)
     expected = num_draws * distribution[distribution > 0]
     assert counts[distribution == 0].sum() == 0
     assert ((counts[distribution > 0] - expected) ** 2 / expected).sum() < (

@@ -21,7 +21,7 @@ from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import search_log_probabilities, take_search_step
 from vllm_trie.search.step_result import SearchStepResult, pack_search_step
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.search.strategies.drawn import take_strategy_cells
+from vllm_trie.search.strategies.joint_sampling import take_strategy_cells
 
 DEAD = float("-inf")
 Continuation = tuple[int, int, float]  # parent, token, score
@@ -255,7 +255,7 @@ def test_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def drawn_step(
+def sampled_step(
     cells: Collection[int], stops: tuple[int, ...], is_last: bool = False
 ) -> tuple[SearchStepResult, list[int]]:
     logprobs = torch.zeros(4, 10).log_softmax(-1)
@@ -266,26 +266,26 @@ def drawn_step(
     return step, slots.tolist()
 
 
-def test_what_is_drawn_stays_in_its_parents_slot_or_takes_a_dead_one() -> None:
-    step, slots = drawn_step([25, 23, 31, 2], stops=())
+def test_what_is_sampled_stays_in_its_parents_slot_or_takes_a_dead_one() -> None:
+    step, slots = sampled_step([25, 23, 31, 2], stops=())
     assert slots == [2, 1, 3, 0]
     assert step.parents.tolist() == [[0, 2, 2, 3]]
     assert step.tokens.tolist() == [[2, 3, 5, 1]]
     assert (step.finished.scores == DEAD).all()
 
 
-def test_what_is_drawn_and_stops_has_no_slot() -> None:
-    step, slots = drawn_step([25, 23, 31], stops=(5,))
+def test_what_is_sampled_and_stops_has_no_slot() -> None:
+    step, slots = sampled_step([25, 23, 31], stops=(5,))
     assert slots == [-1, 2, 3]
     assert (step.scores > DEAD).tolist() == [[False, False, True, True]]
     assert step.parents.tolist() == [[0, 1, 2, 3]], "a slot without a beam continues itself"
     assert step.finished.tokens[step.finished.scores > DEAD].tolist() == [5]
-    last, _ = drawn_step([25, 23, 31], stops=(5,), is_last=True)
+    last, _ = sampled_step([25, 23, 31], stops=(5,), is_last=True)
     assert last.finished.tokens[last.finished.scores > DEAD].tolist() == [5, 3, 1]
 
 
-def test_nothing_drawn_is_a_step_without_beams() -> None:
-    step, slots = drawn_step([], stops=())
+def test_nothing_sampled_is_a_step_without_beams() -> None:
+    step, slots = sampled_step([], stops=())
     assert slots == []
     assert (step.scores == DEAD).all()
     assert (step.finished.scores == DEAD).all()

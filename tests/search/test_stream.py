@@ -27,8 +27,8 @@ from vllm_trie.search.step import (
 from vllm_trie.search.step_result import next_search_beams, pack_search_step
 from vllm_trie.search.strategies import sampled
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy, take_strategy_cells
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy, take_strategy_cells
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
 
@@ -43,15 +43,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "filters": {"filters": SearchFilters(0.7, 0.1, 20, 0.9)},
     "pruning": {"pruning": SearchPruning(0.1, 2.0, 0.1, 2)},
     "sampled": {"strategy": RowSamplingStrategy(), "filters": SearchFilters(0.7, 0.1, 20, 0.9)},
-    "drawn": {"strategy": JointSamplingStrategy(False, 1, None, False), "filters": SearchFilters(0.7, 0.1, 20, 0.9)},
-    "drawn with replacement": {"strategy": JointSamplingStrategy(True, 1, None, False), "num_logprobs": 3},
-    "drawn as whole hypotheses": {"strategy": StochasticStrategy(), "filters": SearchFilters(0.7, 0.1, 20, 0.9)},
-    "drawn as whole hypotheses, with log-probabilities": {"strategy": StochasticStrategy(), "num_logprobs": 3},
+    "jointly sampled": {
+        "strategy": JointSamplingStrategy(False, 1, None, False),
+        "filters": SearchFilters(0.7, 0.1, 20, 0.9),
+    },
+    "jointly sampled with replacement": {"strategy": JointSamplingStrategy(True, 1, None, False), "num_logprobs": 3},
+    "sampled as whole hypotheses": {"strategy": StochasticStrategy(), "filters": SearchFilters(0.7, 0.1, 20, 0.9)},
+    "sampled as whole hypotheses, with log-probabilities": {"strategy": StochasticStrategy(), "num_logprobs": 3},
     "n-grams": {"constraints": (NGramConstraint(2),)},
-    "n-grams, drawn": {"strategy": JointSamplingStrategy(False, 1, None, False), "constraints": (NGramConstraint(1),)},
+    "n-grams, jointly sampled": {
+        "strategy": JointSamplingStrategy(False, 1, None, False),
+        "constraints": (NGramConstraint(1),),
+    },
     "groups": {"strategy": DiverseGroupsStrategy(2, 0.5, 1), "filters": SearchFilters(0.7, 0.1, 20, 0.9)},
     "groups, of which one is done": {"strategy": DiverseGroupsStrategy(2, 0.5, 1, (0,)), "num_logprobs": 3},
-    "drawn and one kept": {"strategy": JointSamplingStrategy(False, 1, None, True), "num_logprobs": 3},
+    "jointly sampled and one kept": {"strategy": JointSamplingStrategy(False, 1, None, True), "num_logprobs": 3},
 }
 
 
@@ -87,7 +93,7 @@ def test_step_waits_for_nothing_and_uploads_nothing_twice(semantics: str, option
             assert step(rules, 3, num_rows, vocab_size) == expected
 
 
-def test_going_on_with_what_was_drawn_waits_for_nothing() -> None:
+def test_going_on_with_what_was_sampled_waits_for_nothing() -> None:
     rules = rules_of(WIDTH, stops=(1, 2), num_logprobs=2)
     logits, scores = torch.empty(1, WIDTH, 30, device=NOWHERE), torch.empty(1, WIDTH, device=NOWHERE)
     p, logprobs = joint_search_distribution(rules, logits, SearchBeams(scores))

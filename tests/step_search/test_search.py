@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import step_reference
-from tests.support.step_reference import Draw, Drawn, Found, Node, Task, beam_search
+from tests.support.step_reference import Draw, Found, Node, Sampled, Task, beam_search
 from vllm_trie.step_search.allotment import allot_steps_by_score, allot_steps_evenly, steps_worth_their_kv
-from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis, derived_step_seed
+from vllm_trie.step_search.hypotheses import SampledStep, StepHypothesis, derived_step_seed
 from vllm_trie.step_search.open_candidates import StepTreeSearch
 from vllm_trie.step_search.rules import StepRules
 from vllm_trie.step_search.scores import ScorerError, checked_step_scores
@@ -26,16 +26,16 @@ from vllm_trie.step_search.search import StepSearch
 DELIMITER, EOS = 0, 1
 
 
-def drawn(tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Drawn:
+def sampled(tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Sampled:
     """A step of letters, which the tokens so far and the seed decide."""
     draw, new = random.Random(repr((tokens, seed))), list[int]()
     while len(new) < most:
         new.append(draw.choice([DELIMITER, EOS, 2, 3]))
         if new[-1] == EOS:
-            return Drawn(text_of(new[:-1]), (*new,), "stop")
+            return Sampled(text_of(new[:-1]), (*new,), "stop")
         if new[-1] == DELIMITER and stops_at_delimiter:
-            return Drawn(text_of(new), (*new,), None)
-    return Drawn(text_of(new), (*new,), "length")
+            return Sampled(text_of(new), (*new,), None)
+    return Sampled(text_of(new), (*new,), "length")
 
 
 def text_of(tokens: list[int]) -> str:
@@ -53,18 +53,18 @@ class Drawer:
     def __init__(self) -> None:
         self.seeds = list[int]()
 
-    def __call__(self, tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Drawn:
+    def __call__(self, tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Sampled:
         self.seeds.append(seed)
-        return drawn(tokens, seed, most, stops_at_delimiter)
+        return sampled(tokens, seed, most, stops_at_delimiter)
 
 
-def run(rules: StepRules, draw: Draw = drawn) -> StepSearch:
+def run(rules: StepRules, draw: Draw = sampled) -> StepSearch:
     state, is_over = StepSearch(rules), False
     while not is_over:
         steps = []
         for beam, _, seed, most, stops, is_greedy in state.draws():
-            text, tokens, reason = (drawn if is_greedy else draw)(beam.token_ids, seed, most, stops)
-            steps.append(DrawnStep(text, tokens, -1.0 * len(tokens), reason))
+            text, tokens, reason = (sampled if is_greedy else draw)(beam.token_ids, seed, most, stops)
+            steps.append(SampledStep(text, tokens, -1.0 * len(tokens), reason))
         if questions := state.take(steps):
             is_over = state.judge([few_scores(candidate.text + lookahead) for candidate, lookahead in questions])
     return state
@@ -72,7 +72,7 @@ def run(rules: StepRules, draw: Draw = drawn) -> StepSearch:
 
 def task_of(rules: StepRules) -> Task:
     asked = rules.width, rules.candidates, rules.max_tokens, rules.max_steps, rules.stops_early, rules.seed
-    return Task(drawn, few_scores, *asked)
+    return Task(sampled, few_scores, *asked)
 
 
 def check_equal(rules: StepRules, reference: Callable[[Task], list[Found]], **others: Any) -> None:
@@ -151,11 +151,11 @@ def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_bran
     rules = StepRules(2, 2, max_tokens=10, max_steps=9, stops_early=False, seed=0, order="mcts", exploration=1.0)
     state = StepSearch(rules)
     state.draws()
-    state.take([DrawnStep(text, [2]) for text in "abcd"])
+    state.take([SampledStep(text, [2]) for text in "abcd"])
     state.judge([0.5, 0.25, 0.0, 0.0])
     assert [beam.text for beam in state.beams] == ["a", "b"]
     state.draws()
-    state.take([DrawnStep(text, [2]) for text in "efgh"])  # ae, bf, ag, bh
+    state.take([SampledStep(text, [2]) for text in "efgh"])  # ae, bf, ag, bh
     state.judge([0.0, 0.9, 0.0, 0.9])
     assert [(beam.text, len(beam.path)) for beam in state.beams] == [("bf", 2), ("c", 1)]
 
@@ -166,7 +166,7 @@ def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_bran
 @given(rules=rules_with(max_steps=st.integers(1, 4)))
 def test_a_lookahead_is_judged_and_is_no_part_of_what_is_found(order: Any, lookahead: int, rules: StepRules) -> None:
     def look(tokens: tuple[int, ...], most: int) -> str:
-        return drawn(tokens, 0, most, False).text
+        return sampled(tokens, 0, most, False).text
 
     rules = replace(rules, order=order, lookahead=lookahead)
     theirs = {
@@ -179,16 +179,16 @@ def test_a_lookahead_is_judged_and_is_no_part_of_what_is_found(order: Any, looka
 
 
 @pytest.mark.parametrize("order", ["best", "mcts"])
-def test_what_is_drawn_at_a_place_of_the_tree_is_the_same_whenever_it_is_returned_to(order: Any) -> None:
+def test_what_is_sampled_at_a_place_of_the_tree_is_the_same_whenever_it_is_returned_to(order: Any) -> None:
     """The same candidate, expanded in different rounds of two searches, has the same children."""
     children = [dict[tuple[int, ...], Any](), dict[tuple[int, ...], Any]()]
     for of_search, score in zip(children, (few_scores, lambda text: -few_scores(text)), strict=True):
         state = StepSearch(StepRules(2, 3, 12, max_steps=8, stops_early=False, seed=5, order=order))
         for _ in range(7):
             draws = state.draws()
-            steps = [drawn(draw.beam.token_ids, draw.seed, draw.max_tokens, True) for draw in draws]
+            steps = [sampled(draw.beam.token_ids, draw.seed, draw.max_tokens, True) for draw in draws]
             of_search |= {draw.path: step for draw, step in zip(draws, steps, strict=True)}
-            questions = state.take([DrawnStep(step.text, step.tokens, 0.0, step.reason) for step in steps])
+            questions = state.take([SampledStep(step.text, step.tokens, 0.0, step.reason) for step in steps])
             state.judge([score(question.candidate.text) for question in questions])
     one, other = children
     assert len(one.keys() & other.keys()) > 12
@@ -284,7 +284,7 @@ def test_what_beams_cost_is_found_without_cutting_each_path_at_each_step() -> No
 
 
 @given(RULES)
-def test_what_is_returned_is_as_it_was_drawn(rules: StepRules) -> None:
+def test_what_is_returned_is_as_it_was_sampled(rules: StepRules) -> None:
     state = run(rules)
     assert 1 <= len(state.finished) <= rules.width
     assert len({hypothesis.text for hypothesis in state.finished}) == len(state.finished)
@@ -295,7 +295,7 @@ def test_what_is_returned_is_as_it_was_drawn(rules: StepRules) -> None:
             few_scores("".join(hypothesis.steps[: i + 1])) for i in range(len(hypothesis.steps))
         )
         assert hypothesis.sum_logprobs == -len(hypothesis.token_ids)
-    assert state.num_drawn == state.num_rounds * rules.width * rules.candidates
+    assert state.num_sampled == state.num_rounds * rules.width * rules.candidates
     if rules.max_steps is not None:
         assert state.num_rounds <= rules.max_steps
 
@@ -305,7 +305,7 @@ def test_a_search_that_ends_early_has_the_best_that_were_scored() -> None:
     assert search.best_so_far(3) == []
     search.draws()
     texts = [("a", None), ("bb", None), ("c", "stop"), ("bb", None)]
-    search.take([DrawnStep(text, [2], finish_reason=reason) for text, reason in texts])
+    search.take([SampledStep(text, [2], finish_reason=reason) for text, reason in texts])
     assert search.best_so_far(3) == [], "none is scored"
     search.judge([1.0, 3.0, 2.0])
     assert [(found.text, found.finish_reason) for found in search.best_so_far(3)] == [
@@ -316,7 +316,7 @@ def test_a_search_that_ends_early_has_the_best_that_were_scored() -> None:
 def test_a_round_is_dealt_out_evenly_over_its_beams_best_first() -> None:
     state = StepSearch(StepRules(width=2, candidates=3, max_tokens=10, max_steps=None, stops_early=False, seed=0))
     assert [draw.beam for draw in state.draws()] == [StepHypothesis()] * 6
-    state.take([DrawnStep(text, [2]) for text in "abcdef"])
+    state.take([SampledStep(text, [2]) for text in "abcdef"])
     state.judge([0, 5, 1, 7, 2, 3])
     assert [draw.beam.text for draw in state.draws()] == ["d", "b"] * 3
     assert len({draw.seed for draw in state.draws()}) == 6
@@ -325,13 +325,13 @@ def test_a_round_is_dealt_out_evenly_over_its_beams_best_first() -> None:
 def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
     state = StepSearch(StepRules(width=3, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
     state.draws()
-    drawn_steps = [
-        DrawnStep("a", [2]),
-        DrawnStep("b", [3]),
-        DrawnStep("a", [9, 9]),
-        DrawnStep("a", [2, 1], 0.0, "stop"),
+    sampled_steps = [
+        SampledStep("a", [2]),
+        SampledStep("b", [3]),
+        SampledStep("a", [9, 9]),
+        SampledStep("a", [2, 1], 0.0, "stop"),
     ]
-    asked = state.take([*drawn_steps, drawn_steps[1], drawn_steps[3]])
+    asked = state.take([*sampled_steps, sampled_steps[1], sampled_steps[3]])
     assert [(c.text, c.token_ids, c.is_finished) for c, _ in asked] == [
         ("a", (2,), False),
         ("b", (3,), False),
@@ -345,7 +345,7 @@ def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
 def test_ties_go_to_the_earlier_candidate() -> None:
     state = StepSearch(StepRules(width=2, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
     state.draws()
-    state.take([DrawnStep(text, [2]) for text in "dcba"])
+    state.take([SampledStep(text, [2]) for text in "dcba"])
     state.judge([1, 1, 1, 1])
     assert [beam.text for beam in state.beams] == ["d", "c"]
 
@@ -353,7 +353,7 @@ def test_ties_go_to_the_earlier_candidate() -> None:
 def test_the_last_step_goes_on_to_the_end() -> None:
     state = StepSearch(StepRules(width=1, candidates=1, max_tokens=10, max_steps=2, stops_early=False, seed=0))
     assert [draw.stops_at_delimiter for draw in state.draws()] == [True]
-    state.take([DrawnStep("a|", [2, 0])])
+    state.take([SampledStep("a|", [2, 0])])
     state.judge([1.0])
     assert [(draw.stops_at_delimiter, draw.max_tokens) for draw in state.draws()] == [(False, 8)]
 

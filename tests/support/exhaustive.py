@@ -91,18 +91,18 @@ def pair_distribution(
     num_drafts: int,
     replacement: bool,
     *,
-    drawn_with_replacement: bool | None = None,
+    sampled_with_replacement: bool | None = None,
     arranged: Callable[[np.ndarray], np.ndarray] = lambda drafts: drafts,
     tested: torch.Tensor | None = None,
     draw: Draw = draw,
 ) -> np.ndarray:
     """[N, N], the distribution of the two cells that `accept_drafts` makes of drafts from q; options do it wrong."""
-    drawn = replacement if drawn_with_replacement is None else drawn_with_replacement
+    sampled = replacement if sampled_with_replacement is None else sampled_with_replacement
     tested = q if tested is None else tested
     distribution = np.zeros((p.numel(), p.numel()))
 
     def run(rng: Branches) -> AcceptedLayer:
-        return accept_drafts(p, tested, arranged(rng.drafts(q, num_drafts, drawn)), 2, replacement, rng)
+        return accept_drafts(p, tested, arranged(rng.drafts(q, num_drafts, sampled)), 2, replacement, rng)
 
     for rng, verified in branches(run, 2, draw):
         first, second = verified.cells
@@ -128,7 +128,7 @@ def rejected_parent(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return p / p.sum(), q
 
 
-def drawn_pair_distribution(p: torch.Tensor, replacement: bool) -> np.ndarray:
+def sampled_pair_distribution(p: torch.Tensor, replacement: bool) -> np.ndarray:
     """[N, N], the distribution of two draws from p."""
     p = p.flatten().numpy()
     if replacement:

@@ -37,7 +37,7 @@ def score(candidates: Sequence[Any]) -> list[float]:
 
 
 STEPS = {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 1, "beam_width": 2}
-DRAWN = {"do_sample": True, "seed": 3}
+SAMPLED = {"do_sample": True, "seed": 3}
 GROUPS = {"num_beam_groups": 2, "diversity_penalty": 0.5}
 ITEMS = {"allowed_sequences": [[5, 6], [7, 8], [9, 10]]}
 RERANKED = {"rerank": "mbr"}
@@ -102,8 +102,8 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "rerank_scale": lambda: each("rerank_scale", MOST_SCALE, MOST_SCALE + 1, **RERANKED),
     "rerank_confidence": lambda: each("rerank_confidence", 1 - 1e-9, 1, **RERANKED),
     "do_sample": lambda: each("do_sample", True, LONG),
-    "replacement": lambda: each("replacement", True, LONG, **DRAWN),
-    "stochastic": lambda: each("stochastic", True, LONG, **DRAWN),
+    "replacement": lambda: each("replacement", True, LONG, **SAMPLED),
+    "stochastic": lambda: each("stochastic", True, LONG, **SAMPLED),
     "sample_first": lambda: each("sample_first", MAX_TOKENS, MAX_TOKENS + 1, LARGE),
     "catalog": lambda: each("catalog", "x" * 256, LONG),
     "allowed_sequences": sets,
@@ -128,10 +128,10 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "speculation": lambda: each("speculation", "exact", LONG),
     "draft_width": lambda: each("draft_width", LARGE, HUGE),
     "memory_mode": lambda: each("memory_mode", True, LONG),
-    "min_width": lambda: each("min_width", LARGE, **DRAWN, threshold=0.5),
-    "threshold": lambda: each("threshold", TINY, VAST, **DRAWN),
-    "accept": lambda: each("accept", "top_k", LONG, **DRAWN),
-    "accept_top_k": lambda: each("accept_top_k", LARGE, **DRAWN, accept="top_k"),
+    "min_width": lambda: each("min_width", LARGE, **SAMPLED, threshold=0.5),
+    "threshold": lambda: each("threshold", TINY, VAST, **SAMPLED),
+    "accept": lambda: each("accept", "top_k", LONG, **SAMPLED),
+    "accept_top_k": lambda: each("accept_top_k", LARGE, **SAMPLED, accept="top_k"),
 }
 OF_FIELDS: dict[str, Callable[[], Cases]] = {
     "n": lambda: each("n", WIDTH, WIDTH + 1, 16_384),

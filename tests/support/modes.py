@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import Engine, Engines
 from tests.support.grammars import structured
-from tests.support.options import DRAWN, OPTIONS, WITHOUT_TEXT
+from tests.support.options import OPTIONS, SAMPLED, WITHOUT_TEXT
 from tests.support.pairs import NOISE, TRAINED, Pair, drafting
 from tests.support.running import Job, prompt_of, trained_prompts
 from tests.support.sweep import sweep
@@ -26,7 +26,7 @@ LONG = [  # forks lie more than a block apart when histories are computed anew
     {"beam_width": 4, "max_tokens": 40, "prompt": 70, "logprobs": 2},
 ]
 FEW = [{"min_tokens": 6, "stop_token_ids": [13, 15]}, {"frequency_penalty": 0.4, "temperature": 0.9}]
-DRAWN_PLAINLY = [options | {"speculation": "off"} for options in DRAWN]
+SAMPLED_PLAINLY = [options | {"speculation": "off"} for options in SAMPLED]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def each(asked: Sequence[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
 
 
 EXACT = [*each(LONG, speculation="exact", draft_width=16), *each(FEW, speculation="exact")]
-SAMPLED = each([{}, {"beam_width": 1}, {"replacement": True}], speculation="sample", seed=1, max_tokens=24)
-SAMPLED += [SAMPLED[0] | {"threshold": 0.8, "min_width": 2}]
+SAMPLED_WITH_DRAFTS = each([{}, {"beam_width": 1}, {"replacement": True}], speculation="sample", seed=1, max_tokens=24)
+SAMPLED_WITH_DRAFTS += [SAMPLED_WITH_DRAFTS[0] | {"threshold": 0.8, "min_width": 2}]
 GRAMMATICAL: list[dict[str, Any]] = [
     {"structured_outputs": structured("schema"), "max_tokens": 24},
     {"structured_outputs": structured("regex"), "beam_width": 5, "logprobs": 2},
@@ -94,22 +94,22 @@ GRAMMATICAL: list[dict[str, Any]] = [
     {"structured_outputs": structured("choice"), "sample_first": 2, "seed": 5},
     {},  # beside them
 ]
-ROOMY = {"max_num_batched_tokens": 512}  # what is drawn depends on what is left over to speculate with
-PLAIN = [*LONG, *WITHOUT_TEXT, *DRAWN]
+ROOMY = {"max_num_batched_tokens": 512}  # what is sampled depends on what is left over to speculate with
+PLAIN = [*LONG, *WITHOUT_TEXT, *SAMPLED]
 MOVES = {"num_beam_groups", "beam_widths", "allowed_sequences"}  # rows otherwise than most do
-MOVED = [*LONG, *FEW, *DRAWN, *(options for options in WITHOUT_TEXT if options.keys() & MOVES)]
+MOVED = [*LONG, *FEW, *SAMPLED, *(options for options in WITHOUT_TEXT if options.keys() & MOVES)]
 MODES = {
     "sync": Mode("gqa", {"async_scheduling": False, "enable_prefix_caching": False}, PLAIN),
     "async": Mode("gqa", {}, PLAIN),
-    "windows": Mode("gemma2", {"enable_prefix_caching": False}, [*LONG, *FEW, *DRAWN]),
+    "windows": Mode("gemma2", {"enable_prefix_caching": False}, [*LONG, *FEW, *SAMPLED]),
     "states": Mode("granite4", {}, MOVED),
     "strings": Mode("trained", {}, OPTIONS[:6]),
     "exact": Mode("gqa", {"enable_prefix_caching": False}, EXACT, LAYERS),
     "exact with windows": Mode("gemma2", {}, EXACT, LAYERS),
     "exact with strings": Mode("trained", ROOMY, each(OPTIONS[:6], speculation="exact"), LAYERS),
-    "drawn": Mode("trained", ROOMY, each(DRAWN_PLAINLY, max_tokens=24), LAYERS),
-    "sample": Mode("trained", ROOMY, SAMPLED, LAYERS, draws_anew=True),
+    "sampled without drafts": Mode("trained", ROOMY, each(SAMPLED_PLAINLY, max_tokens=24), LAYERS),
+    "sample": Mode("trained", ROOMY, SAMPLED_WITH_DRAFTS, LAYERS, draws_anew=True),
     "grammars": Mode("trained", {}, GRAMMATICAL),
-    "memory": Mode("trained", ROOMY, each(SAMPLED[:2], memory_mode=True), LAYERS),
+    "memory": Mode("trained", ROOMY, each(SAMPLED_WITH_DRAFTS[:2], memory_mode=True), LAYERS),
 }
 SWEEP = sweep(MODES, "async", "states", "exact", "sample", "grammars")

@@ -54,7 +54,7 @@ OPTIONS: list[dict[str, Any]] = [
 WITHOUT_TEXT = [options for options in OPTIONS if not options.keys() & {*NEEDS_TEXT}]
 PLAIN_STEPS = {"beam_widths", "num_beam_groups"}  # which do not speculate
 DRAFTED = [options for options in OPTIONS if not options.keys() & PLAIN_STEPS]
-DRAWN: list[dict[str, Any]] = [  # with or without a draft model
+SAMPLED: list[dict[str, Any]] = [  # with or without a draft model
     {"do_sample": True, "seed": 3, "temperature": 0.7},
     {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
     {"do_sample": True, "seed": 5, "temperature": 0.9, "stochastic": True, "logprobs": 1},

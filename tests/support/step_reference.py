@@ -20,13 +20,13 @@ class Found(NamedTuple):
     reason: str
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     text: str
     tokens: tuple[int, ...]
     reason: str | None  # None: it came to a delimiter
 
 
-Draw = Callable[[tuple[int, ...], int, int, bool], Drawn]  # tokens so far, seed, most tokens, stops at delimiters
+Draw = Callable[[tuple[int, ...], int, int, bool], Sampled]  # tokens so far, seed, most tokens, stops at delimiters
 Score = Callable[[str], float]
 
 
@@ -34,7 +34,7 @@ Score = Callable[[str], float]
 class Node:
     """One candidate of the tree."""
 
-    number: tuple[int, ...] = ()  # of each step on the way here, among those drawn where it was
+    number: tuple[int, ...] = ()  # of each step on the way here, among those sampled where it was
     text: str = ""
     tokens: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()  # tokens up to the end of each step
@@ -58,12 +58,12 @@ class Task:
     lookahead: int = 0
 
     def child(self, node: Node, number: int, depth: int) -> Node:
-        """The candidate of this number behind a node, which is drawn in this round."""
+        """The candidate of this number behind a node, which is sampled in this round."""
         is_last = self.max_steps is not None and depth == self.max_steps - 1
         seed = derived_step_seed(self.seed, (*node.number, number))
-        drawn = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)
-        text, tokens = node.text + drawn.text, node.tokens + drawn.tokens
-        reason = drawn.reason or ("length" if len(tokens) == self.max_tokens else None)
+        sampled = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)
+        text, tokens = node.text + sampled.text, node.tokens + sampled.tokens
+        reason = sampled.reason or ("length" if len(tokens) == self.max_tokens else None)
         ahead = ""
         if self.look and reason is None:
             ahead = self.look(tokens, min(self.lookahead, self.max_tokens - len(tokens)))
@@ -96,8 +96,8 @@ def beam_search(task: Task) -> list[Found]:
     beams, completed, depth = [Node()], list[Node](), 0
     while beams:
         places = range(task.width * task.candidates)
-        drawn = [task.child(beams[i % len(beams)], i // len(beams), depth) for i in places]
-        nodes, depth = apart(drawn), depth + 1
+        sampled = [task.child(beams[i % len(beams)], i // len(beams), depth) for i in places]
+        nodes, depth = apart(sampled), depth + 1
         completed = task.best([*completed, *(node for node in nodes if node.reason)])
         beams = [node for node in nodes if not node.reason][: task.width]
         if task.stops_early and len(completed) == task.width:
@@ -109,10 +109,10 @@ def dvts(task: Task) -> list[Found]:
     """One subtree after the other, each to its end; in no order."""
     completed = list[Node]()
     for subtree in range(task.width):
-        drawn = [task.child(Node(), subtree + task.width * i, 0) for i in range(task.candidates)]
+        sampled = [task.child(Node(), subtree + task.width * i, 0) for i in range(task.candidates)]
         depth = 1
-        while not (node := max(drawn, key=lambda node: node.score)).reason:
-            drawn = [task.child(node, i, depth) for i in range(task.candidates)]
+        while not (node := max(sampled, key=lambda node: node.score)).reason:
+            sampled = [task.child(node, i, depth) for i in range(task.candidates)]
             depth += 1
         completed.append(node)
     return found(task.best(completed))
@@ -187,12 +187,12 @@ def rebase(task: Task, temperature: float, price: float, returns: bool = False) 
     live, shares, completed, depth = [Node()], [task.width * task.candidates], list[Node](), 0
     budget = task.width * task.candidates
     while budget and live:
-        drawn = [
+        sampled = [
             task.child(node, i, depth) for i in range(budget) for node, n in zip(live, shares, strict=True) if i < n
         ]
-        assert len(drawn) == budget
-        budget -= sum(node.reason is not None for node in drawn)
-        nodes, depth = apart(drawn), depth + 1
+        assert len(sampled) == budget
+        budget -= sum(node.reason is not None for node in sampled)
+        nodes, depth = apart(sampled), depth + 1
         completed = task.best([*completed, *(node for node in nodes if node.reason)])
         if task.stops_early and len(completed) == task.width:
             break

@@ -7,7 +7,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE
-from tests.support.options import DRAWN, WITHOUT_TEXT
+from tests.support.options import SAMPLED, WITHOUT_TEXT
 from tests.support.running import MOST_TIES, count_ties, prompt_of
 from vllm_trie import beam_params
 
@@ -25,7 +25,7 @@ def jobs() -> list[Job]:
             asked.append((prompt_of(length, number), params))
         greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
         asked.append((prompt_of(length, number), greedy))
-    for number, options in enumerate([*WITHOUT_TEXT, *DRAWN]):
+    for number, options in enumerate([*WITHOUT_TEXT, *SAMPLED]):
         params = beam_params(**{"beam_width": 5, "n": 5, "max_tokens": 14} | options)
         asked.append((prompt_of(20 + number % 9, 100 + number), params))
     return asked

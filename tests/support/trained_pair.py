@@ -1,4 +1,4 @@
-"""Searches by the trained pair, drawn or not, and what the target itself says of what they find."""
+"""Searches by the trained pair, sampled or not, and what the target itself says of what they find."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.running import trained_prompts
 from vllm_trie import beam_params
 
 LAYERS, WIDTH, LENGTH = 3, 4, 32
-DRAWN = {"speculation": "sample", "seed": 1}
-ONE_BEAM = DRAWN | {"memory_mode": True}
+SAMPLED = {"speculation": "sample", "seed": 1}
+ONE_BEAM = SAMPLED | {"memory_mode": True}
 WARPED = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}
 
 Answer = list[tuple[tuple[int, ...], float | None]]

@@ -185,8 +185,8 @@ def _new_group_strategy(beam: BeamParams, padding: int | None) -> SearchStrategy
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
         if beam.stochastic:
             return search_part_on_demand("strategies.stochastic:StochasticStrategy")()
-        drawn = search_part_on_demand("strategies.drawn:JointSamplingStrategy")
-        return drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
+        joint_sampling = search_part_on_demand("strategies.joint_sampling:JointSamplingStrategy")
+        return joint_sampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
     if beam.num_beam_groups == 1:
         return BestStrategy(beam.semantics or "hf")
     return search_part_on_demand("strategies.in_groups:DiverseGroupsStrategy")(

@@ -44,7 +44,7 @@ ASKS_NOTHING = {
 
 REBASE, DVTS, BEST, MCTS = 'allot="rebase"', 'allot="dvts"', 'order="best"', 'order="mcts"'
 STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
-DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
+SAMPLED, NOT_SAMPLED = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
 OTHER_RULES = (VLLM, 'semantics="tridecode"')
 ITEMS = ("catalog", "allowed_sequences")
 # Only semantics="hf" has these: asking for one selects it.
@@ -52,7 +52,7 @@ OF_HF = ("beam_widths", "num_beam_groups", "contrast", *ITEMS)
 PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
 OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs", "contrast")  # not of forests
 BY_RANK = 'accept="top_k"'
-OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
+OF_SAMPLED_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
 OF_TOKENS = Ranking, Delivery, Reranking, RequestSampling, Catalogs, RequestSpeculating
 NOT_OF_STEPS = tuple(chain.from_iterable(part.model_fields for part in OF_TOKENS))
 OF_SHARES = ("allot_temperature", "prefer_shared")
@@ -80,13 +80,13 @@ CLASHES = (
     Clash(("temperature", "top_p", "top_k", "min_p"), (VLLM,), "whose beams ignore it", USE_HF),
     Clash(("do_sample",), (EXACT,), "which takes the best", f"use {SAMPLE}"),
     Clash(("do_sample=False",), (SAMPLE,), "which samples beams", f"use {EXACT}"),
-    Clash(DRAWN, OTHER_RULES, "which does not sample beams", USE_HF),
-    Clash((*PRUNING, "sample_first"), DRAWN, "which samples from all continuations in each step"),
-    Clash(("temperature=0.0",), ("sample_first", *DRAWN, STEP), "which samples", "raise it"),
+    Clash(SAMPLED, OTHER_RULES, "which does not sample beams", USE_HF),
+    Clash((*PRUNING, "sample_first"), SAMPLED, "which samples from all continuations in each step"),
+    Clash(("temperature=0.0",), ("sample_first", *SAMPLED, STEP), "which samples", "raise it"),
     Clash(OF_HF, OTHER_RULES, "whose rules do not include it", USE_HF),
-    Clash(OF_HF, DRAWN, "which samples instead of taking the best"),
+    Clash(OF_HF, SAMPLED, "which samples instead of taking the best"),
     Clash(OF_HF, ("sample_first",), "which begins with sampled tokens"),
-    Clash(("phrase_boosts",), ("sample_first", *DRAWN), "which samples by the model's probabilities"),
+    Clash(("phrase_boosts",), ("sample_first", *SAMPLED), "which samples by the model's probabilities"),
     Clash(("phrase_boosts",), ("num_beam_groups",), "whose penalties stay in the scores of hypotheses"),
     Clash(("phrase_boosts",), ("catalog_renormalize",), "which replaces the model's log-probabilities"),
     Clash(("contrast",), (EXACT,), "where the draft model drafts", 'use "off" or "auto"'),
@@ -108,7 +108,7 @@ CLASHES = (
     Clash(("replacement",), ("stochastic",), "which samples without replacement"),
     Clash(("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in sampling order"),
     Clash((BY_RANK,), ("min_width", "threshold"), "which decides widths by what the exact rule accepts"),
-    Clash(OF_DRAWN_DRAFTS, OF_PLAIN_STEPS, "whose steps take no drafts"),
+    Clash(OF_SAMPLED_DRAFTS, OF_PLAIN_STEPS, "whose steps take no drafts"),
 )
 
 NEEDS = (
@@ -125,21 +125,21 @@ NEEDS = (
     Need(("exclude_items", "exclude_list"), ("catalog",), "needs a catalog of items; add one, or leave it out"),
     Need(("num_beam_groups",), ("diversity_penalty",), "needs a diversity_penalty above 0, or all groups are equal"),
     Need(("diversity_penalty",), ("num_beam_groups",), "needs more than one group of beams; set num_beam_groups"),
-    Need(("replacement", "stochastic"), ("do_sample",), "acts only on sampling; set do_sample=True", NOT_DRAWN),
+    Need(("replacement", "stochastic"), ("do_sample",), "acts only on sampling; set do_sample=True", NOT_SAMPLED),
     Need(
-        ("draft_width", *OF_DRAWN_DRAFTS),
+        ("draft_width", *OF_SAMPLED_DRAFTS),
         ("speculation",),
         "has no effect, as this search does not speculate; leave it out",
         ('speculation="off"',),
     ),
-    Need(OF_DRAWN_DRAFTS, (SAMPLE,), f"has no effect unless beams are sampled; set {SAMPLE}", NOT_DRAWN),
+    Need(OF_SAMPLED_DRAFTS, (SAMPLE,), f"has no effect unless beams are sampled; set {SAMPLE}", NOT_SAMPLED),
     Need(("metric", "rerank_scale", "rerank_confidence"), ("rerank",), 'acts only with rerank; add rerank="mbr"'),
     Need(("accept_top_k",), (BY_RANK,), f"has no effect without {BY_RANK}; add that, or leave it out"),
     Need(
         ("seed",),
-        ("sample_first", *DRAWN, STEP),
+        ("sample_first", *SAMPLED, STEP),
         "has no effect in a search that does not sample; leave it out, or set do_sample or sample_first",
-        NOT_DRAWN,
+        NOT_SAMPLED,
     ),
 )
 

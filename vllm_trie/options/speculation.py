@@ -69,13 +69,13 @@ def resolve_speculation_options(
     """
     if drafts is not None and not request.keys().isdisjoint(OF_PLAIN_STEPS):
         return "off", ("draft_width",)
-    speculation, is_drawn = request.get("speculation"), request["do_sample"]
+    speculation, is_sampled = request.get("speculation"), request["do_sample"]
     if speculation in ("exact", "sample"):
         return speculation, ()
     wanted = speculation or by_default
-    if wanted == "off" or drafts is None or (drafts == "ngrams" and is_drawn):
+    if wanted == "off" or drafts is None or (drafts == "ngrams" and is_sampled):
         return "off", ()
-    if is_drawn:
+    if is_sampled:
         return "sample", ()
     return "exact" if wanted == "exact" or drafts == "ngrams" else "auto", ()
 

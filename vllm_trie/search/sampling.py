@@ -40,8 +40,8 @@ def draw_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.T
     def of_rows(logprobs: torch.Tensor, chances: torch.Tensor) -> tuple[torch.Tensor]:
         return (_inverted_search_sums(logprobs.double().softmax(dim=-1).nan_to_num_(), chances),)
 
-    (drawn,) = in_search_parts(logprobs.shape, of_rows, logprobs, chances)
-    return drawn
+    (sampled,) = in_search_parts(logprobs.shape, of_rows, logprobs, chances)
+    return sampled
 
 
 def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _inverted_search_sums(p: torch.Tensor, chances: torch.Tensor) -> torch.Tenso
     total = share[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not pass the last possible one
     passed = torch.minimum(chances * total, below_total)
-    drawn = torch.searchsorted(share, passed, right=True)
+    sampled = torch.searchsorted(share, passed, right=True)
     for part, start in zip(others, starts, strict=True):
-        drawn += torch.searchsorted(search_running_sum(part).add_(start), passed, right=True)
-    return drawn.clamp_(max=p.shape[-1] - 1)
+        sampled += torch.searchsorted(search_running_sum(part).add_(start), passed, right=True)
+    return sampled.clamp_(max=p.shape[-1] - 1)

@@ -68,7 +68,7 @@ class StepDraw(NamedTuple):
     stops_at_delimiter: bool
     is_greedy: bool = False
 
-    def extended_by(self, step: DrawnStep) -> StepHypothesis:
+    def extended_by(self, step: SampledStep) -> StepHypothesis:
         """The candidate, once its step is sampled."""
         beam, token_ids = self.beam, (*self.beam.token_ids, *step.token_ids)
         return StepHypothesis(
@@ -91,7 +91,7 @@ class StepQuestion(NamedTuple):
     lookahead: str = ""
 
 
-class DrawnStep(NamedTuple):
+class SampledStep(NamedTuple):
     """One sampled step.
 
     Args:

@@ -79,7 +79,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
 
     def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
         """Take candidates' outputs from those of an engine step. Returns the others, and those of finished searches."""
-        others, drawn = [], []
+        others, sampled = [], []
         for output in outputs:
             running = self.waiting.get(step_search_of(output.request_id))
             if running is None:
@@ -87,11 +87,11 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                 continue
             running.outputs[output.request_id] = output
             if not running.drawing:
-                drawn.append(self.waiting.pop(running.request.own_id))
+                sampled.append(self.waiting.pop(running.request.own_id))
         try:
-            return [*others, *self._next_rounds(engine, drawn)]
+            return [*others, *self._next_rounds(engine, sampled)]
         except BaseException:  # such as an interrupt by the user
-            for running in drawn:
+            for running in sampled:
                 self.waiting.pop(running.request.own_id, None)
                 engine.abort_request(running.drawing)  # of searches that have begun another round
                 _give_up_step_search(engine, running)
@@ -110,10 +110,10 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         """Outputs of searches minus the candidates that are being sampled."""
         return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
 
-    def _next_rounds(self, engine: LLMEngine, drawn: list[_RunningStepSearch]) -> list[RequestOutput]:
+    def _next_rounds(self, engine: LLMEngine, sampled: list[_RunningStepSearch]) -> list[RequestOutput]:
         """Score sampled candidates, and begin the next rounds. Returns the answers of finished searches."""
         answers, asking = [], []
-        for running in drawn:
+        for running in sampled:
             try:
                 if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
                     asking.append((running, candidates))

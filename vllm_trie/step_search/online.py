@@ -15,9 +15,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_trie.compat.patch import arguments_to_vllm
 from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
-from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
 from vllm_trie.step_search.opening import open_step_request
 from vllm_trie.step_search.request import StepRequest
+from vllm_trie.step_search.sampled_steps import DrawAbortedError, DrawError
 from vllm_trie.step_search.scorers import HttpStepScorer, StepCandidate
 from vllm_trie.step_search.scores import checked_step_scores
 
@@ -83,11 +83,11 @@ async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Dra
     is_over = False
     while not is_over:
         requests = await _step_search_in_thread(request.requests)
-        drawn = await _all_step_draws(
+        sampled = await _all_step_draws(
             [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
         )
         try:
-            if candidates := request.take(drawn):
+            if candidates := request.take(sampled):
                 is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))
         except DrawAbortedError:
             return request.aborted()

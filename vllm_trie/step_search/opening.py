@@ -15,9 +15,9 @@ from vllm_trie.entrypoints.requests.refusals import refuse_request_half_texts
 from vllm_trie.entrypoints.requests.requests import refuse_request_marks, refuse_unknown_request_arguments
 from vllm_trie.options import StepOptions, parse_options
 from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
-from vllm_trie.step_search.drawn_steps import StepReader
 from vllm_trie.step_search.request import StepRequest
 from vllm_trie.step_search.rules import StepRules
+from vllm_trie.step_search.sampled_steps import StepReader
 from vllm_trie.step_search.scorers import step_scorer_of
 from vllm_trie.step_search.search import StepSearch
 from vllm_trie.supported_engines import plugin_config_of

@@ -18,8 +18,8 @@ from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
 from vllm_trie.messages import FORK, ForkTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
 from vllm_trie.options.shown import shortened_option_refusal
-from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
 from vllm_trie.step_search.hypotheses import StepDraw, StepHypothesis
+from vllm_trie.step_search.sampled_steps import DrawAbortedError, DrawError, StepReader
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.step_search.scores import ScorerError
 from vllm_trie.step_search.search import StepSearch
@@ -126,11 +126,11 @@ class StepRequest:
         self.first = self.first or outputs[0]
         ended = list(zip(self._drawing.items(), outputs, strict=True))
         self._held.update(id_ for (id_, _), output in ended if isinstance(output.outputs[0].stop_reason, str))
-        drawn = [self.reader.step(id_, draw.beam, output) for (id_, draw), output in ended]
+        sampled = [self.reader.step(id_, draw.beam, output) for (id_, draw), output in ended]
         self._drawing = {}
         return [
             StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished, lookahead)
-            for c, lookahead in self.search.take(drawn)
+            for c, lookahead in self.search.take(sampled)
         ]
 
     def judge(self, scores: Any) -> bool:
@@ -156,7 +156,7 @@ class StepRequest:
             "scores": [hypothesis.score for hypothesis in best],
             "step_scores": [list(hypothesis.scores) for hypothesis in best],
             "num_rounds": self.search.num_rounds,
-            "num_candidates": self.search.num_drawn,
+            "num_candidates": self.search.num_sampled,
         }
         return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], answer)
 

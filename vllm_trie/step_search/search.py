@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_trie.step_search.allotment import allot_steps_by_score, allot_steps_evenly, steps_worth_their_kv
-from vllm_trie.step_search.hypotheses import DrawnStep, StepDraw, StepHypothesis, StepQuestion, derived_step_seed
+from vllm_trie.step_search.hypotheses import SampledStep, StepDraw, StepHypothesis, StepQuestion, derived_step_seed
 from vllm_trie.step_search.open_candidates import open_step_candidates
 from vllm_trie.step_search.rules import StepRules
 from vllm_trie.step_search.scores import checked_step_scores
@@ -33,7 +33,7 @@ class StepSearch:
     beams: list[StepHypothesis] = field(default_factory=lambda: [StepHypothesis()])  # those that go on, best first
     finished: list[StepHypothesis] = field(default_factory=list)  # best first, at most `width`
     num_rounds: int = 0  # finished ones
-    num_drawn: int = 0  # candidates that were sampled
+    num_sampled: int = 0  # candidates
     candidates: list[StepHypothesis] = field(default_factory=list)  # of this round, not yet judged
     _drawing: list[StepDraw] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class StepSearch:
         """
         if not self.candidates:
             self._drawing = self._next_candidates()
-            self.num_drawn += len(self._drawing)
+            self.num_sampled += len(self._drawing)
         return list(self._drawing)
 
     def _next_candidates(self) -> list[StepDraw]:
@@ -67,16 +67,16 @@ class StepSearch:
                 draws.append(StepDraw(beam, path, derived_step_seed(rules.seed, path), left, not is_last))
         return draws
 
-    def take(self, drawn: Sequence[DrawnStep]) -> list[StepQuestion]:
+    def take(self, sampled: Sequence[SampledStep]) -> list[StepQuestion]:
         """Take the sampled steps, in the order of `draws`.
 
         Returns:
             The candidates to score, each text once; none if `draws` asks for their lookaheads first.
         """
         if self.candidates:
-            lookaheads = {draw.path: step.text for draw, step in zip(self._drawing, drawn, strict=True)}
+            lookaheads = {draw.path: step.text for draw, step in zip(self._drawing, sampled, strict=True)}
             return [StepQuestion(c, lookaheads.get(c.path, "")) for c in self.candidates]
-        extended = [draw.extended_by(step) for draw, step in zip(self._drawing, drawn, strict=True)]
+        extended = [draw.extended_by(step) for draw, step in zip(self._drawing, sampled, strict=True)]
         if self.rules.allot == "rebase":
             self._budget -= sum(candidate.is_finished for candidate in extended)
         self.candidates = self._distinct(extended)

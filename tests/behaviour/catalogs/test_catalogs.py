@@ -357,7 +357,7 @@ WRONG = {
         {"catalog": "items", "allowed_sequences": [[1]]},
         "is not supported together with catalog='items', which already names the items",
     ),
-    "drawn": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
+    "sampled": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
     "semantics": ({"catalog": "items", "semantics": "vllm"}, 'together with semantics="vllm"'),
     "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 is too few for catalog='items'"),
     "strings": ({"allowed_sequences": ["a"]}, "allowed_sequences of strings needs a tokenizer"),

@@ -243,7 +243,7 @@ def test_speculation_finds_what_plain_search_finds(engines: Engines, tmp_path: P
             "16,384 continuations in a step; search with at most 55 beams",
         ),
     ],
-    ids=["alone", "drawn", "no boolean", "too wide"],
+    ids=["alone", "sampled", "no boolean", "too wide"],
 )
 def test_what_is_refused_names_the_option_and_the_next_request_is_served(
     engines: Engines, model: Path, tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], why: str

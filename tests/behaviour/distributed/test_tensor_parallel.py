@@ -201,7 +201,7 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
         assert steps_per_forward(found[0]) > 1.2
         return found
 
-    # What is drawn depends on what is left over to speculate with, and so on how steps are scheduled.
+    # What is sampled depends on what is left over to speculate with, and so on how steps are scheduled.
     expected = answers(engines(model, **config, async_scheduling=False))
     parallel = ParallelEngine(model, **config, async_scheduling=False)
     try:

@@ -25,7 +25,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET)
 
 
-@pytest.mark.parametrize("search", SEARCHES, ids=["best", "drawn"])
+@pytest.mark.parametrize("search", SEARCHES, ids=["best", "sampled"])
 def test_the_best_of_the_pool_by_chrf_come_back(engine: Engine, search: dict[str, Any]) -> None:
     options = {**search, "max_tokens": 12}
     pools = engine.llm.generate(PROMPTS, beam_params(WIDTH, n=WIDTH, **options), use_tqdm=False)

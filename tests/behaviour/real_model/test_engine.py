@@ -93,10 +93,10 @@ def test_one_beam_gets_far_with_drafts(engine: Engine, prompts: list[list[int]])
 
 
 @pytest.mark.nightly
-def test_drawn_beams_follow_their_seed_with_drafts_too(engine: Engine, prompts: list[list[int]]) -> None:
-    drawn = {"max_tokens": FEWER_TOKENS, "do_sample": True, "temperature": 0.7, "speculation": "sample"}
-    first, again = (run(engine, [(prompts[0], search(**drawn, seed=5))])[0] for _ in range(2))
-    (other,) = run(engine, [(prompts[0], search(**drawn, seed=6))])
+def test_sampled_beams_follow_their_seed_with_drafts_too(engine: Engine, prompts: list[list[int]]) -> None:
+    sampled = {"max_tokens": FEWER_TOKENS, "do_sample": True, "temperature": 0.7, "speculation": "sample"}
+    first, again = (run(engine, [(prompts[0], search(**sampled, seed=5))])[0] for _ in range(2))
+    (other,) = run(engine, [(prompts[0], search(**sampled, seed=6))])
     tokens = [[list(hypothesis.token_ids) for hypothesis in output.outputs] for output in (first, again, other)]
     assert tokens[0] == tokens[1] != tokens[2]
     assert first.kv_transfer_params["trie_beam"]["accepted"] > 0

@@ -52,7 +52,7 @@ def engine(mode: Mode, undisturbed: list[Any], engines: Engines, random_pair: Ca
 
 
 def check(mode: Mode, found: list[Any], expected: list[Any]) -> None:
-    """Raise AssertionError unless all is found that was, or, where it is drawn anew, is what the target says of it."""
+    """Raise AssertionError unless all is found that was, or, where it is sampled anew, has the target's probability."""
     if not mode.draws_anew:
         assert count_ties(found, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
         return

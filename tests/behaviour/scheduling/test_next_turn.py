@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from tests.support.cached import WatchedCache
 from tests.support.disturb import preempt_all
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
-from tests.support.options import DRAWN, ITEMS
+from tests.support.options import ITEMS, SAMPLED
 from tests.support.pairs import NOISE, Pair, drafting, looking_up
 from tests.support.running import BYTES_PER_BLOCK, MOST_TIES, Job, count_ties, prompt_of, run
 from tests.support.sweep import sweep
@@ -29,7 +29,7 @@ LONG: list[dict[str, Any]] = [
     {"beam_width": 4, "max_tokens": 60, "early_stopping": "never", "length_penalty": 3.0, "min_tokens": 35},
 ]
 ALONG_ITEMS = [{"beam_width": 4, "max_tokens": 12, "allowed_sequences": ITEMS, "prompt": 30}]
-SAMPLED: list[dict[str, Any]] = [{"speculation": "sample", "seed": 1, "max_tokens": 60, "ignore_eos": True}]
+SAMPLED_WITH_DRAFTS: list[dict[str, Any]] = [{"speculation": "sample", "seed": 1, "max_tokens": 60, "ignore_eos": True}]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def each(asked: Sequence[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
     return [options | more for options in asked]
 
 
-DRAWN_LONG = each(DRAWN, max_tokens=50, ignore_eos=True, speculation="off")
+SAMPLED_LONG = each(SAMPLED, max_tokens=50, ignore_eos=True, speculation="off")
 MODES = {
-    "async": Mode("gqa", [*LONG, *ALONG_ITEMS, *DRAWN_LONG]),
+    "async": Mode("gqa", [*LONG, *ALONG_ITEMS, *SAMPLED_LONG]),
     "sync": Mode("gqa", [*LONG, *ALONG_ITEMS], {"async_scheduling": False, "max_num_batched_tokens": 64}),
     "few blocks": Mode("gqa", LONG, {"kv_cache_memory_bytes": 26 * BYTES_PER_BLOCK}),
     "a window": Mode("mistral", LONG),
@@ -73,7 +73,16 @@ MODES = {
     "off": Mode("gqa", each(LONG, speculation="off"), {}, 3, enters=False),
     "exact with windows": Mode("gemma2", each(LONG, speculation="exact"), {}, 3, enters=False),
     "looking up": Mode("gqa", each(LONG, speculation="exact"), looking_up(3)),
-    "sample": Mode("gqa", [*SAMPLED, *each(SAMPLED, replacement=True), *each(SAMPLED, memory_mode=True)], {}, 3),
+    "sample": Mode(
+        "gqa",
+        [
+            *SAMPLED_WITH_DRAFTS,
+            *each(SAMPLED_WITH_DRAFTS, replacement=True),
+            *each(SAMPLED_WITH_DRAFTS, memory_mode=True),
+        ],
+        {},
+        3,
+    ),
 }
 
 

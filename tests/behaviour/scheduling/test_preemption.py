@@ -126,7 +126,7 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     core, params = engine.llm.llm_engine, beam_params(4, n=4, max_tokens=40, sample_first=30, seed=1, ignore_eos=True)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     (expected,) = run(engine, [(prompt_of(4), params.clone())])
-    core.add_request("drawn apart", {"prompt_token_ids": prompt_of(4)}, params)
+    core.add_request("sampled apart", {"prompt_token_ids": prompt_of(4)}, params)
     while not any(group.length == 12 for group in engine.scheduler.groups.values()):
         core.step()
     preempt_all(engine)
@@ -138,7 +138,7 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     finished = {}
     while core.has_unfinished_requests():
         finished.update({output.request_id: output for output in core.step() if output.finished})
-    assert count_ties([finished["drawn apart"]], [expected]) == 0
+    assert count_ties([finished["sampled apart"]], [expected]) == 0
 
 
 def test_histories_are_computed_beside_long_prompts(

@@ -1,4 +1,4 @@
-"""Drawn beams follow beam sampling's distribution in the engine, with and without a draft model."""
+"""Sampled beams follow beam sampling's distribution in the engine, with and without a draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 16
 SEEDS, AT_A_TIME = 1500, 50  # so that all find rows to speculate with
-LENGTH = 3  # the first token is drawn after the prompt; of the others one is drafted, and one comes on top
+LENGTH = 3  # the first token is sampled after the prompt; of the others one is drafted, and one comes on top
 TOP_K = 6  # of the joint distribution, so that what may come out can be enumerated
 RAREST = 1e-3  # a right distribution fails with this probability, a wrong one must
 
@@ -50,7 +50,7 @@ def distribution_of(model: Path, replacement: bool, temperature: float = 1.0) ->
     return distribution
 
 
-def drawn(engine: Engine, **options: Any) -> Counter[tuple[Beam, Beam]]:
+def sampled(engine: Engine, **options: Any) -> Counter[tuple[Beam, Beam]]:
     """How often which pair came out."""
     params = [
         beam_params(2, n=2, max_tokens=LENGTH, ignore_eos=True, do_sample=True, seed=seed, top_k=TOP_K, **options)
@@ -92,12 +92,12 @@ def draft(random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         pytest.param("sample", True, marks=pytest.mark.nightly),
     ],
 )
-def test_two_drawn_beams_follow_the_distribution(
+def test_two_sampled_beams_follow_the_distribution(
     engines: Engines, random_model: Callable[[str], Path], draft: Path, speculation: str, replacement: bool
 ) -> None:
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     engine = engines(random_model("toy"), speculative_config=speculative, max_num_seqs=256)
-    seen = drawn(engine, speculation=speculation, replacement=replacement)
+    seen = sampled(engine, speculation=speculation, replacement=replacement)
     assert fit(seen, distribution_of(random_model("toy"), replacement)) > RAREST
     # The test can tell distributions apart.
     assert fit(seen, distribution_of(random_model("toy"), not replacement)) < RAREST
@@ -111,6 +111,6 @@ def test_a_greedy_request_is_searched_where_the_engine_draws(engines: Engines) -
     greedy = engine.generate(prompts, beam_params(4, n=1, max_tokens=12, temperature=0.0))
     plain = engine.generate(prompts, beam_params(4, n=1, max_tokens=12, do_sample=False))
     assert answers(greedy) == answers(plain)
-    drawn = engine.generate(prompts, beam_params(4, n=4, max_tokens=12, seed=3))  # whose seed the engine's word allows
+    first = engine.generate(prompts, beam_params(4, n=4, max_tokens=12, seed=3))  # whose seed the engine's word allows
     again = engine.generate(prompts, beam_params(4, n=4, max_tokens=12, seed=3, do_sample=True))
-    assert answers(drawn) == answers(again)
+    assert answers(first) == answers(again)

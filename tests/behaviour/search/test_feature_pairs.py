@@ -86,9 +86,17 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }
-DRAWN = {"do_sample", "replacement", "stochastic", "sample_first", 'speculation="sample"', "memory_mode", 'unit="step"'}
-DRAWN |= {'accept="top_k"'}
-ALTERS_LOGPROBS = DRAWN | {"frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "temperature"}
+SAMPLED = {
+    "do_sample",
+    "replacement",
+    "stochastic",
+    "sample_first",
+    'speculation="sample"',
+    "memory_mode",
+    'unit="step"',
+}
+SAMPLED |= {'accept="top_k"'}
+ALTERS_LOGPROBS = SAMPLED | {"frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "temperature"}
 ALTERS_LOGPROBS |= {"structured_outputs", "num_beam_groups"}
 
 
@@ -206,7 +214,7 @@ def test_each_pair_works_or_is_refused_as_the_matrix_says_and_is_never_wrong(
         if steps % 17 == 0:
             preempt_all(engine)
 
-    alike = {name: options for name, options in jobs.items() if name in answers and not DRAWN & {*name.split(" + ")}}
+    alike = {name: options for name, options in jobs.items() if name in answers and not SAMPLED & {*name.split(" + ")}}
     again, _ = ask(engine, dict(reversed(alike.items())), disturb)
     ties = count_differing([again[name] for name in alike], [answers[name] for name in alike])
     assert ties <= MOST_TIES * sum(len(answers[name].outputs) for name in alike)

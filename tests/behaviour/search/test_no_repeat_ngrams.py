@@ -172,7 +172,7 @@ def test_speculation_by_ngrams_finds_what_plain_steps_find(engines: Engines) -> 
 
 
 @pytest.mark.parametrize("speculation", ["off", "sample"])
-def test_beams_that_are_drawn_repeat_nothing_and_keep_the_models_log_probabilities(
+def test_beams_that_are_sampled_repeat_nothing_and_keep_the_models_log_probabilities(
     engines: Engines, random_pair: Callable[[str, float], Pair], speculation: str
 ) -> None:
     pair, size = random_pair("gqa", NOISE), 1

@@ -20,7 +20,7 @@ from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
 
-EOS, WIDTH, DRAWN = 1, 6, 3
+EOS, WIDTH, NUM_SAMPLED = 1, 6, 3
 WARPED = {"temperature": 1.5, "top_k": 12, "top_p": 0.9}
 
 
@@ -40,7 +40,7 @@ def found(engine: Engine, params: SamplingParams, prompt: list[int]) -> list[tup
 
 
 def params_of(seed: int | None, **fields: Any) -> SamplingParams:
-    fields = {"n": WIDTH, "max_tokens": 20, "sample_first": DRAWN, **fields}
+    fields = {"n": WIDTH, "max_tokens": 20, "sample_first": NUM_SAMPLED, **fields}
     return beam_params(WIDTH, seed=seed, **fields)
 
 
@@ -93,13 +93,13 @@ def test_first_tokens_follow_the_warped_softmax_and_keep_their_own_log_probabili
 
 
 @pytest.mark.parametrize("warping", [{}, WARPED], ids=["plain", "warped"])
-def test_search_from_the_drawn_prefixes_is_the_loops(engine: Engine, model: Path, warping: dict[str, Any]) -> None:
+def test_search_from_the_sampled_prefixes_is_the_loops(engine: Engine, model: Path, warping: dict[str, Any]) -> None:
     filters = {name: value for name, value in warping.items() if name != "temperature"}
     for seed in range(4):
         prompt = prompt_of(30, seed)
-        rules = {"stop_token_ids": [EOS], "min_tokens": DRAWN}
-        prefixes = found(engine, params_of(seed, max_tokens=DRAWN, **rules, **warping), prompt)
-        assert [len(tokens) for tokens, _ in prefixes] == [DRAWN] * WIDTH
+        rules = {"stop_token_ids": [EOS], "min_tokens": NUM_SAMPLED}
+        prefixes = found(engine, params_of(seed, max_tokens=NUM_SAMPLED, **rules, **warping), prompt)
+        assert [len(tokens) for tokens, _ in prefixes] == [NUM_SAMPLED] * WIDTH
         (output,) = engine.generate([prompt], params_of(seed, **rules, **warping))
         theirs = loop_beams(
             model,
@@ -115,7 +115,7 @@ def test_search_from_the_drawn_prefixes_is_the_loops(engine: Engine, model: Path
         agree(engine_answers(output, 1.0), [*theirs])
 
 
-def test_a_drawn_stop_finishes_its_hypothesis(engine: Engine) -> None:
+def test_a_sampled_stop_finishes_its_hypothesis(engine: Engine) -> None:
     few = {"allowed_token_ids": [EOS, *range(40, 90)], "logit_bias": {EOS: -4.0}, "temperature": 2.0}
     params = params_of(5, sample_first=20, stop_token_ids=[EOS], **few)
     answers = found(engine, params, prompt_of(30))
@@ -124,9 +124,9 @@ def test_a_drawn_stop_finishes_its_hypothesis(engine: Engine) -> None:
     assert len({len(tokens) for tokens, _ in answers}) > 1
 
 
-def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, model: Path) -> None:
+def test_logprobs_report_each_sampled_token_and_its_rank(engine: Engine, model: Path) -> None:
     prompt = prompt_of(30)
-    (output,) = engine.generate([prompt], params_of(3, max_tokens=DRAWN, logprobs=2, temperature=2.0))
+    (output,) = engine.generate([prompt], params_of(3, max_tokens=NUM_SAMPLED, logprobs=2, temperature=2.0))
     ranks = []
     for o in output.outputs:
         with one_thread(), torch.inference_mode():
@@ -135,7 +135,7 @@ def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, model: Pa
             assert reported[token].logprob == pytest.approx(row[token].item(), abs=SCORE_TOLERANCE)
             assert reported[token].rank == (row > row[token]).sum().item() + 1
             ranks.append(reported[token].rank)
-    assert max(ranks) > 2 * WIDTH, "something must be drawn that no search would rank"
+    assert max(ranks) > 2 * WIDTH, "something must be sampled that no search would rank"
 
 
 def test_a_search_that_starts_anew_draws_the_same(

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.running import trained_prompts
-from tests.support.step_reference import Drawn, Found, Task, beam_search
+from tests.support.step_reference import Found, Sampled, Task, beam_search
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.engine.held_blocks import EngineHeldBlocks
 from vllm_trie.messages import FORK, ForkTicketMessage
@@ -68,17 +68,17 @@ def reference(engine: Engine, prompt: list[int], **options: Any) -> list[Found]:
     )  # a delimiter's token may go beyond it: into the next line's indent
     own = {name: options.pop(name) for name in OF_TASK if name in options}
 
-    def draw(tokens: tuple[int, ...], seed: int, most: int, stops: bool) -> Drawn:
+    def draw(tokens: tuple[int, ...], seed: int, most: int, stops: bool) -> Sampled:
         asked = SamplingParams(
             seed=seed, max_tokens=most, stop=STEP_STOP if stops else None, include_stop_str_in_output=stops, **options
         )
         (output,) = engine.generate([[*prompt, *tokens]], asked)
-        (drawn,) = output.outputs
-        reason = None if drawn.stop_reason in STEP_STOP else drawn.finish_reason
+        (sampled,) = output.outputs
+        reason = None if sampled.stop_reason in STEP_STOP else sampled.finish_reason
         before = [*prompt, *tokens]
-        return Drawn(
-            decode([*before, *drawn.token_ids])[len(decode(before)) :],
-            tuple(drawn.token_ids),
+        return Sampled(
+            decode([*before, *sampled.token_ids])[len(decode(before)) :],
+            tuple(sampled.token_ids),
             reason,
         )
 
@@ -306,7 +306,7 @@ def test_an_interrupted_metric_ends_searches_whose_candidates_came_in_the_same_s
     reranked = beam_params(2, rerank="mbr", metric=metric, max_tokens=1)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS[:1] * 2, [one_step, reranked])
-    assert num_running == [0], "the candidate was still being drawn"
+    assert num_running == [0], "the candidate was still being sampled"
     assert core.get_num_unfinished_requests() == 0
     engine.check_nothing_is_left()
     (later,) = engine.generate(PROMPTS[:1], params(max_steps=1))

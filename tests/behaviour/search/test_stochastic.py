@@ -58,7 +58,7 @@ def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> 
     return float(chisquare(counts, expected).pvalue)
 
 
-def drawn(engine: Engine, **options: Any) -> list[list[Sequence]]:
+def sampled(engine: Engine, **options: Any) -> list[list[Sequence]]:
     """What each seed draws, in order."""
     options = {"max_tokens": LENGTH, "ignore_eos": True, "top_k": KEPT, "do_sample": True} | options
     params = [beam_params(WIDTH, n=WIDTH, seed=seed, **options) for seed in range(SEEDS)]
@@ -71,14 +71,14 @@ def drawn(engine: Engine, **options: Any) -> list[list[Sequence]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("is_async", "temperature"), [(False, 1.0), (True, 2.0)])
-def test_hypotheses_are_drawn_one_after_the_other_without_replacement(
+def test_hypotheses_are_sampled_one_after_the_other_without_replacement(
     engines: Engines, random_model: Callable[[str], Path], is_async: bool, temperature: float
 ) -> None:
     model = random_model("toy")
     stops = (int(continuations(model)(()).argmax()),)  # some hypotheses are short
     engine = engines(model, max_num_seqs=256, async_scheduling=is_async)
     more = {"stop_token_ids": [*stops], "temperature": temperature}
-    found, chances = drawn(engine, stochastic=True, **more), sequences_of(model, stops, temperature)
+    found, chances = sampled(engine, stochastic=True, **more), sequences_of(model, stops, temperature)
     assert all(len({*of_seed}) == WIDTH for of_seed in found)
     assert len({len(sequence) for of_seed in found for sequence in of_seed}) > 1
 
@@ -95,7 +95,7 @@ def test_hypotheses_are_drawn_one_after_the_other_without_replacement(
     # The test can tell distributions apart: another temperature, draws with replacement, beam sampling.
     assert p_value(firsts, sequences_of(model, stops, 1.4 * temperature)) < RAREST
     assert p_value(Counter(of_seed[1] for of_seed in found), chances) < RAREST
-    by_steps = drawn(engine, **more)
+    by_steps = sampled(engine, **more)
     assert p_value(Counter(frozenset(of_seed[:2]) for of_seed in by_steps), unordered(first_two)) < RAREST
 
 
@@ -106,7 +106,7 @@ def unordered(pairs: Mapping[Any, float]) -> dict[Any, float]:
     return chances
 
 
-def test_what_is_reported_is_the_log_probability_that_a_hypothesis_was_drawn_by(
+def test_what_is_reported_is_the_log_probability_that_a_hypothesis_was_sampled_by(
     engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
     model = random_model("toy")
@@ -119,7 +119,7 @@ def test_what_is_reported_is_the_log_probability_that_a_hypothesis_was_drawn_by(
             assert hypothesis.cumulative_logprob == pytest.approx(expected, abs=1e-4)
     (output,) = engines(model).generate([PROMPT], beam_params(8, compact=True, **options))
     scores = hypotheses(output).scores
-    assert (scores[:-1] >= scores[1:]).all(), "the first drawn has the greatest score after noise"
+    assert (scores[:-1] >= scores[1:]).all(), "the first sampled has the greatest score after noise"
 
 
 def test_all_there_is_comes_back_once(engines: Engines, random_model: Callable[[str], Path]) -> None:
@@ -130,7 +130,7 @@ def test_all_there_is_comes_back_once(engines: Engines, random_model: Callable[[
     assert output.outputs[8].stop_reason == "no further hypothesis"
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(engines: Engines, random_model: Callable[[str], Path]) -> None:
+def test_what_is_sampled_depends_on_the_seed_alone(engines: Engines, random_model: Callable[[str], Path]) -> None:
     """Neither on what runs beside it, nor on preemptions."""
     engine = engines(random_model("gqa"), kv_cache_memory_bytes=60 * BYTES_PER_BLOCK, max_num_seqs=40)
     options = {"do_sample": True, "stochastic": True, "max_tokens": 24, "ignore_eos": True}

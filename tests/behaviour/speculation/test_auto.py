@@ -42,7 +42,7 @@ def test_it_is_what_an_engine_with_a_draft_model_does(engine: Engine, monkeypatc
     assert steps_per_forward(said) > 1.2
     chosen.clear()
     run(engine, searches([(asked[0][0], asked[0][1] | {"do_sample": True, "seed": 1})], None))
-    assert not chosen, "forests that are drawn have the size that was asked for"
+    assert not chosen, "forests that are sampled have the size that was asked for"
 
 
 def test_a_group_rests_between_forests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,13 @@ LEAST: dict[str, tuple[dict[str, Any], int]] = {  # what is asked for, and the f
     "pruned": ({"beam_width": 2, "prune_relative": 1e-9}, 2),
     "vllm": ({"beam_width": 2, "semantics": "vllm"}, 2),
     "tridecode": ({"beam_width": 2, "semantics": "tridecode"}, 1),
-    "one is drawn": ({"beam_width": 1, "speculation": "sample", "seed": 1}, 1),
-    "drawn": ({"beam_width": 3, "speculation": "sample", "seed": 1}, 3),
+    "one is sampled": ({"beam_width": 1, "speculation": "sample", "seed": 1}, 1),
+    "sampled": ({"beam_width": 3, "speculation": "sample", "seed": 1}, 3),
     "memory": ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 3),
 }
 
 
-@pytest.mark.parametrize("least", sweep(LEAST, "beams", "pruned", "drawn"))
+@pytest.mark.parametrize("least", sweep(LEAST, "beams", "pruned", "sampled"))
 def test_the_least_of_use_is_given_and_nothing_less(
     engines: Engines,
     random_pair: Callable[[str, float], Pair],

@@ -87,7 +87,7 @@ def test_answers_are_those_of_plain_steps_though_they_hold_other_tokens(engine: 
     assert all(output.kv_transfer_params["trie_beam"]["accepted"] for output in outputs)
 
 
-def test_beams_that_are_drawn_hold_other_tokens_too_and_follow_their_seed(engine: Engine) -> None:
+def test_beams_that_are_sampled_hold_other_tokens_too_and_follow_their_seed(engine: Engine) -> None:
     params = beam_params(4, n=4, max_tokens=40, ignore_eos=True, do_sample=True, seed=3, draft_width=8)
     (first,), (again,) = (run(engine, [(prompt_of(20, 1), params)]) for _ in range(2))
     found = [list(hypothesis.token_ids) for hypothesis in first.outputs]

@@ -18,7 +18,7 @@ from tests.support.pairs import BESIDE, check_exact, count_differing, grid, sear
 from tests.support.reference import SCORE_TOLERANCE, load
 from tests.support.running import prompt_of, run, trained_prompts
 from tests.support.sweep import sweep
-from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
+from tests.support.trained_pair import SAMPLED, WARPED, answer, own_sum, tokens
 from tests.support.trained_pair import search as draw
 from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie import beam_params
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 LAYERS = 3
 PROMPTS = trained_prompts([2 * BLOCK_SIZE] * 40)
-DRAWN_MODES = {"drawn": DRAWN, "warped": DRAWN | WARPED, "one": DRAWN | {"memory_mode": True}}
+SAMPLED_MODES = {"sampled": SAMPLED, "warped": SAMPLED | WARPED, "one": SAMPLED | {"memory_mode": True}}
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_hidden_states_take_their_memory_from_the_kv_cache(engine: Engine) -> No
     assert num_bytes <= KV_CACHE_BYTES < num_bytes / num_blocks * (num_blocks + 1)
 
 
-@pytest.mark.parametrize("mode", sweep(DRAWN_MODES, "warped", "one"))
-def test_what_is_drawn_follows_its_seed_and_is_the_targets_own(engine: Engine, mode: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", sweep(SAMPLED_MODES, "warped", "one"))
+def test_what_is_sampled_follows_its_seed_and_is_the_targets_own(engine: Engine, mode: dict[str, Any]) -> None:
     prompts = trained_prompts([32] * 2)
     outputs, again, others = (draw(engine, prompts, **mode | {"seed": seed}) for seed in (5, 5, 6))
     assert tokens(outputs) == tokens(again) != tokens(others)

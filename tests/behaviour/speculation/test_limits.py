@@ -118,13 +118,13 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
 
 
 @pytest.mark.parametrize("scarce", sweep([*SCARCE], "blocks"))
-def test_drawn_searches_are_given_a_whole_layer_or_nothing(
+def test_sampled_searches_are_given_a_whole_layer_or_nothing(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = speculating(engines, pair, 4, **SCARCE[scarce][0])
-    drawn = {"speculation": "sample", "ignore_eos": True, "max_tokens": 70}
+    sampled = {"speculation": "sample", "ignore_eos": True, "max_tokens": 70}
     jobs = [
-        (prompt_of(40, seed), beam_params(width, memory_mode=width == 5, seed=seed, **drawn))
+        (prompt_of(40, seed), beam_params(width, memory_mode=width == 5, seed=seed, **sampled))
         for seed, width in enumerate((4, 3, 5, 2))
     ]
     watch = Watch(engine, monkeypatch)

@@ -174,7 +174,7 @@ def test_ordinary_requests_keep_the_drafts_of_vllm(engine: Engine) -> None:
     assert answers(beside[:1]) == answers(alone)
 
 
-def test_beams_that_are_drawn_do_not_speculate(engine: Engine) -> None:
+def test_beams_that_are_sampled_do_not_speculate(engine: Engine) -> None:
     params = beam_params(3, do_sample=True, temperature=0.7, seed=1, max_tokens=9)
     (output,) = run(engine, [(prompt_of(9), params)])
     assert output.kv_transfer_params is None

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engine import BLOCK_SIZE, Engine
 from tests.support.running import run
-from tests.support.trained_pair import DRAWN, LENGTH, ONE_BEAM, WIDTH, counts, search, tokens
+from tests.support.trained_pair import LENGTH, ONE_BEAM, SAMPLED, WIDTH, counts, search, tokens
 from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_memory_mode_holds_one_beam_between_forwards(engine: Engine, prompts: li
                 if group.length > 1 and not group.num_pending:  # else blocks are lent
                     held.append((manager.num_group_blocks, -(-(group.plan.prompt_length + group.length) // BLOCK_SIZE)))
 
-        params = beam_params(8, n=8, max_tokens=2 * BLOCK_SIZE, ignore_eos=True, **DRAWN, memory_mode=keeps_one)
+        params = beam_params(8, n=8, max_tokens=2 * BLOCK_SIZE, ignore_eos=True, **SAMPLED, memory_mode=keeps_one)
         run(engine, [(prompts[0], params)], watch)
         peaks[keeps_one] = manager.peak_group_blocks
         assert len(held) > BLOCK_SIZE / 2
@@ -76,6 +76,6 @@ def test_memory_mode_of_one_token_and_of_fewer_answers_than_beams(engine: Engine
 
 def test_memory_mode_searches_wider_than_the_batch(engine: Engine, prompts: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="beam_width=100 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"):
-        search(engine, prompts[:1], 100, **DRAWN)
+        search(engine, prompts[:1], 100, **SAMPLED)
     (output,) = search(engine, prompts[:1], 100, max_tokens=12, **ONE_BEAM)
     assert len({tuple(o.token_ids) for o in output.outputs}) == 100

@@ -18,14 +18,14 @@ from vllm_trie.worker.attention import tree_layers
 pytestmark = pytest.mark.slow
 
 ITEMS = [[*item] for item in random_items(300, [2, 4, 6])]
-DRAWN = {"do_sample": True, "seed": 1}
+SAMPLED = {"do_sample": True, "seed": 1}
 SEARCHES: dict[str, dict[str, Any]] = {
     "groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
     "groups along items": {"num_beam_groups": 2, "diversity_penalty": 0.7, "allowed_sequences": ITEMS},
     "widths": {"width": 4, "beam_widths": [2, 4, 3]},
-    "stochastic": DRAWN | {"stochastic": True},
+    "stochastic": SAMPLED | {"stochastic": True},
     "grammar": {"structured_outputs": structured("regex"), "ignore_eos": False},
-    "grammar and draws": DRAWN | {"structured_outputs": structured("regex"), "ignore_eos": False},
+    "grammar and draws": SAMPLED | {"structured_outputs": structured("regex"), "ignore_eos": False},
 }
 
 

@@ -1,4 +1,4 @@
-"""What a user asks of drawn and of speculating beams reaches the search, and leaves nothing behind."""
+"""What a user asks of sampled and of speculating beams reaches the search, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.reference import NEAR_TIE
 from tests.support.running import run, start_with
 from tests.support.trained_pair import (
-    DRAWN,
     LAYERS,
     LENGTH,
     ONE_BEAM,
+    SAMPLED,
     WARPED,
     WIDTH,
     answer,
@@ -49,7 +49,7 @@ def altered(params: SamplingParams, **fields: Any) -> SamplingParams:
 
 
 def test_every_search_says_what_it_took(engine: Engine, prompts: list[list[int]]) -> None:
-    for options in ({}, {"speculation": "exact"}, DRAWN, {"do_sample": True, "seed": 1}):
+    for options in ({}, {"speculation": "exact"}, SAMPLED, {"do_sample": True, "seed": 1}):
         for output in search(engine, prompts[:2], **options):
             took = counts(output)
             assert took["steps"] == LENGTH
@@ -65,7 +65,7 @@ def test_every_search_says_what_it_took(engine: Engine, prompts: list[list[int]]
         assert [output.kv_transfer_params for output in search(engine, prompts[:2], **options)] == [None] * 2
 
 
-@pytest.mark.parametrize("mode", [{"speculation": "exact"}, DRAWN], ids=["exact", "sample"])
+@pytest.mark.parametrize("mode", [{"speculation": "exact"}, SAMPLED], ids=["exact", "sample"])
 def test_draft_width_bounds_what_is_drafted(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     drafted = {}
     for draft_width in (WIDTH, 2 * WIDTH, 6 * WIDTH, engine.llm.model_config.get_vocab_size()):
@@ -80,7 +80,7 @@ def test_draft_width_bounds_what_is_drafted(engine: Engine, prompts: list[list[i
 def test_what_the_engine_says_holds_for_those_who_say_nothing(
     engine: Engine, prompts: list[list[int]], says: Callable[..., None]
 ) -> None:
-    asked = search(engine, prompts[:1], threshold=0.8, min_width=2, draft_width=6, **DRAWN)
+    asked = search(engine, prompts[:1], threshold=0.8, min_width=2, draft_width=6, **SAMPLED)
     off = search(engine, prompts[:1], speculation="off")
     says(do_sample=True, threshold=0.8, min_width=2, draft_width=6)
     params = altered(beam_params(WIDTH, n=WIDTH, max_tokens=LENGTH, ignore_eos=True), seed=1)
@@ -101,12 +101,12 @@ def test_groups_of_every_kind_run_side_by_side(engine: Engine, prompts: list[lis
         {"speculation": "off"},
         {"semantics": "vllm"},
         {"sample_first": 5, "seed": 3},
-        DRAWN | {"stop": ["\n\n"]},
-        DRAWN | {"threshold": 0.9, "min_width": 2, "draft_width": 5},
+        SAMPLED | {"stop": ["\n\n"]},
+        SAMPLED | {"threshold": 0.9, "min_width": 2, "draft_width": 5},
         ONE_BEAM | WARPED,
-        DRAWN | {"replacement": True, "presence_penalty": 0.5, "bad_words": ["self"]},
+        SAMPLED | {"replacement": True, "presence_penalty": 0.5, "bad_words": ["self"]},
         {"speculation": "off", "do_sample": True, "seed": 4, "min_tokens": 9},
-        {"logprobs": 2} | DRAWN,
+        {"logprobs": 2} | SAMPLED,
     ]
     greedy = SamplingParams(temperature=0, max_tokens=LENGTH)
     jobs = [(prompts[i % 4], beam_params(3, n=3, max_tokens=LENGTH, **options)) for i, options in enumerate(asked)]
@@ -153,7 +153,7 @@ def test_groups_of_every_kind_run_side_by_side(engine: Engine, prompts: list[lis
 def test_a_wrong_option_is_refused_and_those_beside_it_do_not_stay(
     engine: Engine, prompts: list[list[int]], options: dict, message: str
 ) -> None:
-    good = beam_params(WIDTH, max_tokens=LENGTH, **DRAWN)
+    good = beam_params(WIDTH, max_tokens=LENGTH, **SAMPLED)
     wrong = SamplingParams(max_tokens=LENGTH, extra_args={"beam_width": WIDTH, **options})
     with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
         engine.generate(prompts[:3], [good, wrong, good])
@@ -161,20 +161,20 @@ def test_a_wrong_option_is_refused_and_those_beside_it_do_not_stay(
 
 
 def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts: list[list[int]]) -> None:
-    expected = tokens(search(engine, prompts[:1], **DRAWN))
-    drawn = beam_params(WIDTH, max_tokens=LENGTH, **DRAWN)
+    expected = tokens(search(engine, prompts[:1], **SAMPLED))
+    sampled = beam_params(WIDTH, max_tokens=LENGTH, **SAMPLED)
     for fields, message in [
         ({"temperature": 0.0}, 'temperature=0.0 is not supported together with speculation="sample", .*; raise it'),
         ({"prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with beam_width"),
     ]:
         with pytest.raises(ValueError, match=message):
-            engine.generate(prompts[:1], altered(drawn, **fields))
+            engine.generate(prompts[:1], altered(sampled, **fields))
         engine.check_nothing_is_left()
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):  # vLLM's own word
         engine.generate(prompts[:1], SamplingParams(max_tokens=4, logit_bias={5: 1.0}))
     with pytest.raises(ValueError, match="seed=7 has no effect in a search that does not sample"):
         engine.generate(prompts[:1], altered(beam_params(WIDTH, max_tokens=4), seed=7))
-    assert tokens(search(engine, prompts[:1], **DRAWN)) == expected
+    assert tokens(search(engine, prompts[:1], **SAMPLED)) == expected
 
 
 # Beside an engine that has no draft model.
@@ -184,10 +184,10 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
 def test_an_engine_without_drafts_finds_and_draws_the_same(
     engine: Engine, engines: Engines, prompts: list[list[int]]
 ) -> None:
-    drawn = {"do_sample": True, "speculation": "off", "seed": 1} | WARPED
+    sampled = {"do_sample": True, "speculation": "off", "seed": 1} | WARPED
     inputs, params = [{"prompt_token_ids": prompt} for prompt in prompts], BeamSearchParams(WIDTH, max_tokens=LENGTH)
     with_drafts = engine.llm.beam_search(inputs, params)
-    drawn_with_drafts = tokens(search(engine, prompts, **drawn))
+    sampled_with_drafts = tokens(search(engine, prompts, **sampled))
     engine.check_nothing_is_left()
 
     plain = engines(TRAINED_TARGET)
@@ -195,8 +195,8 @@ def test_an_engine_without_drafts_finds_and_draws_the_same(
         for x, y in zip(ours.sequences, theirs.sequences, strict=True):
             assert (x.tokens, x.text) == (y.tokens, y.text)
             assert x.cum_logprob == pytest.approx(y.cum_logprob, abs=NEAR_TIE * LENGTH)
-    assert tokens(search(plain, prompts, **drawn)) == drawn_with_drafts
-    assert tokens(search(plain, prompts, **drawn | {"speculation": None})) == drawn_with_drafts
+    assert tokens(search(plain, prompts, **sampled)) == sampled_with_drafts
+    assert tokens(search(plain, prompts, **sampled | {"speculation": None})) == sampled_with_drafts
     with pytest.raises(ValueError, match=r"contrast=\{\} needs a draft model, and this engine has none; start it with"):
         search(plain, prompts, contrast={})
     for speculation, needs in (("exact", "drafts"), ("sample", "a draft model")):

@@ -33,11 +33,11 @@ def everything(drafts: np.ndarray) -> np.ndarray:
 def distribution_of_one_beam(
     p: torch.Tensor, q: torch.Tensor, num_drafts: int, tested: torch.Tensor | None = None, kept: Kept = everything
 ) -> np.ndarray:
-    """[cells], what a layer of one beam becomes, drawn with replacement.
+    """[cells], what a layer of one beam becomes, sampled with replacement.
 
     Args:
         p, q: [cells].
-        tested: What drafts are verified against, if not what they are drawn from.
+        tested: What drafts are verified against, if not what they are sampled from.
         kept: Which of them are verified.
     """
     tested = q if tested is None else tested

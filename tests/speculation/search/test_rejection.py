@@ -10,10 +10,10 @@ from tests.support.exhaustive import (
     Branches,
     distance,
     draw,
-    drawn_pair_distribution,
     pair_distribution,
     random_pair,
     rejected_parent,
+    sampled_pair_distribution,
 )
 from vllm_trie.search.sampling import search_generator
 from vllm_trie.speculation.search.rejection import (
@@ -32,13 +32,13 @@ NUM_TOKENS, NUM_DRAFTS = 8, 4
 @pytest.mark.parametrize("seed", range(2))
 def test_a_layer_has_the_targets_law(seed: int, replacement: bool) -> None:
     p, q = random_pair(seed, (1, NUM_TOKENS))
-    assert distance(pair_distribution(p, q, NUM_DRAFTS, replacement), drawn_pair_distribution(p, replacement)) < 1e-9
+    assert distance(pair_distribution(p, q, NUM_DRAFTS, replacement), sampled_pair_distribution(p, replacement)) < 1e-9
 
 
 @BOTH_LAWS
 def test_a_layer_has_the_targets_law_although_a_draft_parent_was_rejected(replacement: bool) -> None:
     p, q = rejected_parent(0)
-    assert distance(pair_distribution(p, q, 3, replacement), drawn_pair_distribution(p, replacement)) < 1e-9
+    assert distance(pair_distribution(p, q, 3, replacement), sampled_pair_distribution(p, replacement)) < 1e-9
 
 
 @BOTH_LAWS
@@ -46,7 +46,7 @@ def test_renormalising_over_valid_parents_is_wrong(replacement: bool) -> None:
     p, q = rejected_parent(5)
     valid = q * (p.sum(dim=1, keepdim=True) > 0)
     distribution = pair_distribution(p, q, 3, replacement, tested=valid / valid.sum())
-    assert distance(distribution, drawn_pair_distribution(p, replacement)) > 0.15
+    assert distance(distribution, sampled_pair_distribution(p, replacement)) > 0.15
 
 
 @pytest.mark.nightly
@@ -54,15 +54,15 @@ def test_the_ratio_printed_upside_down_is_wrong(monkeypatch: pytest.MonkeyPatch)
     chance = DraftRejectionResidual.chance
     monkeypatch.setattr(DraftRejectionResidual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
     p, q = random_pair(0, (1, NUM_TOKENS))
-    wrong = pair_distribution(p, q, NUM_DRAFTS, True) - drawn_pair_distribution(p, True)
+    wrong = pair_distribution(p, q, NUM_DRAFTS, True) - sampled_pair_distribution(p, True)
     assert distance(wrong.sum(axis=1), np.zeros(NUM_TOKENS)) > 0.4
 
 
 @pytest.mark.nightly
 def test_going_on_with_the_residual_after_an_acceptance_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftRejectionResidual, "accept", lambda self, cells, drawn: None)
+    monkeypatch.setattr(DraftRejectionResidual, "accept", lambda self, cells, sampled: None)
     p, q = random_pair(0, (1, NUM_TOKENS))
-    assert distance(pair_distribution(p, q, NUM_DRAFTS, True), drawn_pair_distribution(p, True)) > 0.05
+    assert distance(pair_distribution(p, q, NUM_DRAFTS, True), sampled_pair_distribution(p, True)) > 0.05
 
 
 @pytest.mark.nightly
@@ -71,15 +71,15 @@ def test_verifying_the_likeliest_draft_first_is_wrong() -> None:
     distribution = pair_distribution(
         p, q, NUM_DRAFTS, True, arranged=lambda drafts: drafts[(-q[0].numpy()[drafts]).argsort()]
     )
-    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.25
+    assert distance(distribution, sampled_pair_distribution(p, True)) > 0.25
 
 
 @pytest.mark.nightly
 def test_drafts_without_replacement_are_wrong_where_they_are_verified_as_with_it() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
-    distribution = pair_distribution(p, q, NUM_DRAFTS, True, drawn_with_replacement=False)
-    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.15
-    assert distance(distribution, drawn_pair_distribution(p, False)) > 0.05
+    distribution = pair_distribution(p, q, NUM_DRAFTS, True, sampled_with_replacement=False)
+    assert distance(distribution, sampled_pair_distribution(p, True)) > 0.15
+    assert distance(distribution, sampled_pair_distribution(p, False)) > 0.05
 
 
 @pytest.mark.nightly
@@ -92,7 +92,7 @@ def test_filling_a_layer_from_one_distribution_alone_is_wrong(source: str) -> No
         return draw(rng, p if source == "target" else rng.first_distribution, count, replacement)
 
     distribution = pair_distribution(p, q, NUM_DRAFTS, True, draw=from_one_distribution)
-    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.04
+    assert distance(distribution, sampled_pair_distribution(p, True)) > 0.04
 
 
 @BOTH_LAWS
@@ -105,19 +105,19 @@ def test_residuals_equal_updates_one_by_one(replacement: bool, is_defective: boo
             p[1] = 0
             p /= p.sum()
         residual = DraftRejectionResidual(p, q, replacement)
-        dense_p, dense_q, taken, drawn = p.flatten().clone(), q.flatten().clone(), [], []
-        while len(drawn) < 5 and len(dense_q.nonzero()) > 1 and not residual.is_empty:
+        dense_p, dense_q, taken, sampled = p.flatten().clone(), q.flatten().clone(), [], []
+        while len(sampled) < 5 and len(dense_q.nonzero()) > 1 and not residual.is_empty:
             torch.testing.assert_close(residual.distribution / residual.mass, dense_p, rtol=0, atol=1e-9)
             num_compared += 1
             cell = int(rng.choice(len(dense_q), p=dense_q.numpy()))
-            left = 1.0 if replacement else 1 - float(q.flatten()[drawn].sum())
+            left = 1.0 if replacement else 1 - float(q.flatten()[sampled].sum())
             draft = Draft(cell, float(p.flatten()[cell]), float(q.flatten()[cell]), left)
             ratio = float(dense_p[cell] / dense_q[cell])
             assert residual.chance(draft) == pytest.approx(ratio, rel=1e-6, abs=1e-9)
-            drawn.append(cell)
+            sampled.append(cell)
             if rng.random() < ratio:
                 taken.append(cell)
-                residual.accept(np.array([cell]), np.array(drawn))
+                residual.accept(np.array([cell]), np.array(sampled))
                 dense_p = p.flatten().clone()
                 dense_p[[] if replacement else taken] = 0
             else:
@@ -133,7 +133,7 @@ def test_residuals_equal_updates_one_by_one(replacement: bool, is_defective: boo
 
 
 @BOTH_LAWS
-def test_where_rounding_alone_rejects_the_target_is_drawn_from(replacement: bool) -> None:
+def test_where_rounding_alone_rejects_the_target_is_sampled_from(replacement: bool) -> None:
     p, _ = random_pair(0, (2, 4))
     residual = DraftRejectionResidual(p, p, replacement)
     assert residual.reject(1.0) < 1e-12
@@ -172,7 +172,7 @@ def test_beams_are_no_more_than_there_are_possible_cells() -> None:
 
 
 def test_nearly_certain_drafts_leave_the_rest_of_the_law_intact() -> None:
-    """One minus the mass that was drawn would be zero here."""
+    """One minus the mass that was sampled would be zero here."""
     p = torch.tensor([[1 - 2e-17, 1.5e-17, 0.5e-17]]).double()
     verified = [accept_drafts(p, p, np.array([0, 1]), 2, False, search_generator(seed, 0)) for seed in range(50)]
     assert all(v.cells.tolist() == [0, 1] for v in verified)

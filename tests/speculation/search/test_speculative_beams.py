@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.exhaustive import drawn_pair_distribution, random_pair
+from tests.support.exhaustive import random_pair, sampled_pair_distribution
 from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.sampling import joint_search_probabilities, search_generator
 from vllm_trie.speculation.search import rejection
@@ -85,7 +85,7 @@ def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | No
     assert seen == ({1} if threshold is None else {1, 2})  # three drafts cannot fill four beams
 
 
-def test_without_drafts_one_layer_is_drawn_from_the_target() -> None:
+def test_without_drafts_one_layer_is_sampled_from_the_target() -> None:
     p, _ = random_pair(0, (2, 3))
     layers = list(
         accept_draft_layers([], Layers(p, p, p), DraftAcceptanceRules(1, 4, threshold=0.9), search_generator(0, 0))
@@ -177,7 +177,7 @@ def exact_law(target: Model, replacement: bool) -> np.ndarray:
     for _ in range(LENGTH):
         following: dict[tuple[Beam, ...], float] = defaultdict(float)
         for beams, probability in states.items():
-            pairs = drawn_pair_distribution(
+            pairs = sampled_pair_distribution(
                 distribution_of(target, list(beams), [score(target, beam) for beam in beams]), replacement
             )
             for pair in zip(*pairs.nonzero(), strict=True):

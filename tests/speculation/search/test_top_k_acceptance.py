@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.exhaustive import Branches, distance, drawn_pair_distribution, pair_distribution, random_pair
+from tests.support.exhaustive import Branches, distance, pair_distribution, random_pair, sampled_pair_distribution
 from vllm_trie.search.sampling import search_generator
 from vllm_trie.speculation.search import rejection
 from vllm_trie.speculation.search.rejection import (
@@ -71,14 +71,14 @@ def test_beams_are_distributed_as_the_rule_says_and_not_as_the_target(top_k: int
     found = enumerated(p, q, top_k, replacement)
     assert found.sum() == pytest.approx(1)
     assert distance(found, by_the_rule(p[0].tolist(), q[0].tolist(), top_k, replacement)) < 1e-9
-    target = drawn_pair_distribution(p, replacement)
+    target = sampled_pair_distribution(p, replacement)
     assert distance(pair_distribution(p, q, NUM_DRAFTS, replacement), target) < 1e-9, "but by the exact rule"
     assert distance(found, target) > 0.05
 
 
 def test_where_every_draft_is_accepted_beams_follow_the_draft_model() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
-    assert distance(enumerated(p, q, NUM_TOKENS, True), drawn_pair_distribution(q, True)) < 1e-9
+    assert distance(enumerated(p, q, NUM_TOKENS, True), sampled_pair_distribution(q, True)) < 1e-9
 
 
 def cold(logits: list[float]) -> torch.Tensor:

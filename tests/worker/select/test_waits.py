@@ -39,8 +39,8 @@ from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.rules import SearchPhase, SearchRules
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.speculation.worker.tree_speculation import TreeSpeculation
 from vllm_trie.worker import runner as runner_module
@@ -61,7 +61,7 @@ RULES: dict[str, SearchRules] = {
         WIDTH, stops=(1,), constraints=(ItemConstraint(CATALOG, 2, after=7, ends_with_stop=True),)
     ),
     "sampled": rules_of(WIDTH, strategy=RowSamplingStrategy()),
-    "drawn": rules_of(WIDTH, strategy=JointSamplingStrategy(False, 1, None, False)),
+    "jointly sampled": rules_of(WIDTH, strategy=JointSamplingStrategy(False, 1, None, False)),
     "in groups": rules_of(WIDTH, strategy=DiverseGroupsStrategy(WIDTH, 0.5, 0)),
     "in groups along a catalog": rules_of(
         WIDTH, strategy=DiverseGroupsStrategy(WIDTH, 0.5, 0), constraints=(ItemConstraint(CATALOG),)

@@ -34,8 +34,8 @@ from vllm_trie.search.rank import SearchCandidates
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import is_light_search_step, take_packed_search_step, take_search_step
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
 from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
@@ -62,8 +62,12 @@ NUCLEUS = SearchFilters(0.7, top_p=0.9)
 PLAIN = RULES["plain"]
 ALL_REPORTED = PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True)
 SEARCHES = RULES | {
-    "drawn from a nucleus": PLAIN._replace(strategy=JointSamplingStrategy(False, 1, None, False), filters=NUCLEUS),
-    "drawn with replacement": PLAIN._replace(strategy=JointSamplingStrategy(True, 1, None, False), filters=NUCLEUS),
+    "jointly sampled from a nucleus": PLAIN._replace(
+        strategy=JointSamplingStrategy(False, 1, None, False), filters=NUCLEUS
+    ),
+    "jointly sampled with replacement": PLAIN._replace(
+        strategy=JointSamplingStrategy(True, 1, None, False), filters=NUCLEUS
+    ),
     "stochastic": PLAIN._replace(strategy=StochasticStrategy(), filters=NUCLEUS),
     "sampled from a nucleus": PLAIN._replace(strategy=RowSamplingStrategy(), filters=NUCLEUS, is_controlled=True),
     "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
@@ -87,7 +91,7 @@ SEARCHES = RULES | {
     "several items after a token": ALL_REPORTED._replace(
         constraints=(ItemConstraint(CATALOG, 3, 7, ends_with_stop=True), PhraseBoostConstraint.of([([5, 6], 1.0)]))
     ),
-    "a grammar, drawn": ALL_REPORTED._replace(
+    "a grammar, jointly sampled": ALL_REPORTED._replace(
         constraints=(GrammarConstraint(),), strategy=JointSamplingStrategy(False, 1, None, False)
     ),
     "a contrast that only narrows": ALL_REPORTED._replace(constraints=(ContrastConstraint(0.1, 0.0),)),
@@ -186,7 +190,9 @@ def test_steps_of_many_beams_by_kernels_hold_little(constraints: tuple[ItemConst
     assert 0 < counter.most <= 0.2 * 2 * width * VOCAB_SIZE  # of the bytes of logits
 
 
-@pytest.mark.parametrize("search", ["sampled from a nucleus", "stochastic", "drawn from a nucleus", "before a catalog"])
+@pytest.mark.parametrize(
+    "search", ["sampled from a nucleus", "stochastic", "jointly sampled from a nucleus", "before a catalog"]
+)
 def test_searches_that_need_much_memory_share_it(search: str) -> None:
     """No more of them are selected together than vLLM has seen."""
     width, most = 16, dict[int, int]()

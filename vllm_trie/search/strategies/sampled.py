@@ -40,7 +40,7 @@ class RowSamplingStrategy(SearchStrategy):
         tokens = draw_search_tokens(
             allowed, uploaded_for_search(chances, logprobs.device).view(num_groups, num_rows, -1)
         )
-        drawn = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
-        stops = search_candidates_stopping(rules, drawn, inputs.completes, vocab_size)
-        alone = drawn._replace(scores=drawn.scores.masked_fill(stops, NEVER))
-        return SearchDecision(SearchStepResult(*alone, search_candidates_ended(rules, drawn, stops)), logprobs)
+        sampled = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
+        stops = search_candidates_stopping(rules, sampled, inputs.completes, vocab_size)
+        alone = sampled._replace(scores=sampled.scores.masked_fill(stops, NEVER))
+        return SearchDecision(SearchStepResult(*alone, search_candidates_ended(rules, sampled, stops)), logprobs)

@@ -51,10 +51,10 @@ class StochasticStrategy(SearchStrategy):
         ]
         cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
         noisy = noisy.float()
-        drawn = SearchCandidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
-        stops = search_candidates_stopping(rules, drawn, inputs.completes, vocab_size)
-        into_slots = search_candidates_alive(drawn, stops), rules.width, scores.shape[1]
-        noise = inputs.select_next(drawn._replace(scores=noisy), *into_slots).scores
-        by_slot, ranks = inputs.select_next(drawn, *into_slots), SearchRankScores(noise, noisy)
-        step = SearchStepResult(*by_slot, search_candidates_ended(rules, drawn, stops), rank_scores=ranks)
+        sampled = SearchCandidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
+        stops = search_candidates_stopping(rules, sampled, inputs.completes, vocab_size)
+        into_slots = search_candidates_alive(sampled, stops), rules.width, scores.shape[1]
+        noise = inputs.select_next(sampled._replace(scores=noisy), *into_slots).scores
+        by_slot, ranks = inputs.select_next(sampled, *into_slots), SearchRankScores(noise, noisy)
+        step = SearchStepResult(*by_slot, search_candidates_ended(rules, sampled, stops), rank_scores=ranks)
         return SearchDecision(step, allowed)

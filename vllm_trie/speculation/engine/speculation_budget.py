@@ -14,7 +14,7 @@ from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DecidedMessage, Drafte
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import options_speculate
 from vllm_trie.search.rules import SearchRules
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.search.forest_size import ForestSize

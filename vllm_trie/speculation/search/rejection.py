@@ -113,7 +113,7 @@ def accept_drafts(
     """
     residual = DraftRejectionResidual(p, q, replacement)
     cells, accepted = list[int](), list[int]()
-    for index, draft in enumerate(_accept_drafts_as_drawn(p, q, drafts, replacement)):
+    for index, draft in enumerate(_accept_drafts_as_sampled(p, q, drafts, replacement)):
         if len(cells) == width or residual.is_empty:
             break
         if rng.random() < residual.chance(draft):
@@ -209,11 +209,11 @@ class DraftRejectionResidual:
         kept = max(draft.p - self.debt * draft.q, 0.0)
         return kept / self.mass / (draft.q / draft.left) if kept else 0.0
 
-    def accept(self, cells: np.ndarray, drawn: np.ndarray) -> None:
-        """Starts the next beam: `cells` are taken, and the drafts `drawn` cannot come again."""
+    def accept(self, cells: np.ndarray, sampled: np.ndarray) -> None:
+        """Starts the next beam: `cells` are taken, and the drafts `sampled` cannot come again."""
         if not self.replacement:
             self.target[torch.from_numpy(cells).to(self.target.device)] = 0
-            self.proposal[torch.from_numpy(drawn).to(self.proposal.device)] = 0
+            self.proposal[torch.from_numpy(sampled).to(self.proposal.device)] = 0
         self._restart()
 
     def reject(self, left: float = 1.0) -> float:
@@ -261,7 +261,7 @@ def acceptable_draft_width(
     return min(max_width, max(min_width, widest))
 
 
-def _accept_drafts_as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
+def _accept_drafts_as_sampled(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
     where = torch.from_numpy(drafts).to(q.device)
     target, chances = p.flatten()[where], q.flatten()[where]
     left = torch.ones_like(chances)

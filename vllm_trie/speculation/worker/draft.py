@@ -16,11 +16,11 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.speculation.search.forest import Forest, Layer
-from vllm_trie.speculation.worker.drawn_forest import DrawnForestStep
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.speculation.worker.roots import ForestRoots
+from vllm_trie.speculation.worker.sampled_forest import SampledForestStep
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.worker.expand import RunnerStepContext
@@ -30,7 +30,7 @@ from vllm_trie.worker.select.select import Selector
 
 Forests = dict[str, ForestStep]  # by group
 # By strategy; the others have a `SearchedForestStep`.
-FORESTS: dict[type, type[ForestStep]] = {JointSamplingStrategy: DrawnForestStep}
+FORESTS: dict[type, type[ForestStep]] = {JointSamplingStrategy: SampledForestStep}
 
 
 class Drafter(ABC):

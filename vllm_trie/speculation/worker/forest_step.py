@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class ForestStep:
-    """One group's forest in one step: a `SearchedForestStep` or a `DrawnForestStep`."""
+    """One group's forest in one step: a `SearchedForestStep` or a `SampledForestStep`."""
 
     step: GroupStep
     group: GroupRows

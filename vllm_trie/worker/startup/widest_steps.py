@@ -17,8 +17,8 @@ from vllm_trie.search.parts import search_rows_at_a_time
 from vllm_trie.search.rules import SearchInputs, SearchRules, SearchStrategy
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.search.strategies.sampled import RowSamplingStrategy
 from vllm_trie.search.strategies.stochastic import StochasticStrategy
 from vllm_trie.supported_engines import most_plugin_beams

@@ -75,11 +75,13 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
         found(use_beam_search=True, vllm_xargs={"speculation": speculation}) for speculation in ("exact", "off")
     )
     assert as_vllm[0] == off[0]
-    drawn = {"seed": 3, "temperature": 0.7}
-    one, again, other = (found(**drawn | {"seed": s}, **beams(4, do_sample=1, threshold=0.8)) for s in (3, 3, 4))
+    sampled = {"seed": 3, "temperature": 0.7}
+    one, again, other = (found(**sampled | {"seed": s}, **beams(4, do_sample=1, threshold=0.8)) for s in (3, 3, 4))
     assert one[0] == again[0] != other[0] != plain[0]
     assert one[1]["mean_width"] < 4
-    assert found(**drawn, **beams(4, do_sample=1))[0] != found(seed=3, **beams(4, do_sample=1))[0], "temperature counts"
+    assert found(**sampled, **beams(4, do_sample=1))[0] != found(seed=3, **beams(4, do_sample=1))[0], (
+        "temperature counts"
+    )
     contrasted = found(**beams(4, contrast='{"beta": 2.0}'))
     assert contrasted[0] != plain[0]
     assert contrasted[1] is None

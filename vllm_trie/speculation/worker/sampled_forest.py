@@ -18,7 +18,7 @@ from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.sampling import search_generator
 from vllm_trie.search.step import joint_search_distribution, reported_search_step
 from vllm_trie.search.step_result import SearchStepResult, next_search_beams, pack_search_step, unpack_search_steps
-from vllm_trie.search.strategies.drawn import JointSamplingStrategy, take_strategy_cells
+from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy, take_strategy_cells
 from vllm_trie.speculation.search.forest import affordable_forest_layers
 from vllm_trie.speculation.search.rejection import (
     AcceptedLayer,
@@ -34,7 +34,7 @@ NO_SLOT = NO_NODE = -1
 
 
 @dataclass(slots=True)
-class DrawnForestStep(ForestStep):
+class SampledForestStep(ForestStep):
     """The forest of a beam sampling search."""
 
     strategy: JointSamplingStrategy = field(init=False)
@@ -69,7 +69,7 @@ class DrawnForestStep(ForestStep):
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""
         for forest_step, rows in growing:
-            assert isinstance(forest_step, DrawnForestStep)
+            assert isinstance(forest_step, SampledForestStep)
             forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
 
     def draw(self, logits: torch.Tensor, number: int) -> None:
@@ -83,8 +83,8 @@ class DrawnForestStep(ForestStep):
         (q,), (logprobs,) = joint_search_distribution(rules._replace(is_controlled=False), every[None], beams)
         drafts = draw_acceptable_drafts(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
-        drawn = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
-        nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in drawn]
+        sampled = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
+        nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in sampled]
         going_on = np.flatnonzero(np.array(nodes) != NO_NODE)
         at, of_tokens = uploaded_for_search(np.stack([parents, tokens])[:, going_on], logits.device)
         self.layer = self.layer._replace(nodes=[nodes[place] for place in going_on])
@@ -97,7 +97,7 @@ class DrawnForestStep(ForestStep):
         """See `ForestStep`. Waits for the device in every step of every group."""
         found = []
         for of_group in nodes:
-            assert isinstance(of_group.forest_step, DrawnForestStep)
+            assert isinstance(of_group.forest_step, SampledForestStep)
             found.append(of_group.forest_step.verify(of_group))
         return found
 
@@ -123,8 +123,10 @@ class DrawnForestStep(ForestStep):
 
         def take(cells: np.ndarray) -> tuple[SearchStepResult, np.ndarray]:
             nonlocal newest
-            rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-            choice, slots = take_strategy_cells(rules, logprobs, scores, drawn, nodes.inputs(rules, lambda: beams[-1]))
+            rules, sampled = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
+            choice, slots = take_strategy_cells(
+                rules, logprobs, scores, sampled, nodes.inputs(rules, lambda: beams[-1])
+            )
             newest = reported_search_step(rules, choice)
             every = rules._replace(strategy=self.strategy._replace(keeps_one=False))
             _, words, layout = pack_search_step(newest, every.layout(*logprobs.shape))

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_trie.detokenizing import Decode, detokenizing_function
 from vllm_trie.search.stop_strings import INCOMPLETE, search_text_after, search_text_context
-from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis
+from vllm_trie.step_search.hypotheses import SampledStep, StepHypothesis
 
 Context = tuple[list[int], str]  # the few tokens before a step on which its text depends, and their text
 
@@ -44,32 +44,32 @@ class StepReader:
     tokenizer: Any
     params: SamplingParams
 
-    def step(self, candidate_id: str, beam: StepHypothesis, output: RequestOutput) -> DrawnStep:
+    def step(self, candidate_id: str, beam: StepHypothesis, output: RequestOutput) -> SampledStep:
         """The step that a candidate adds to a hypothesis.
 
         Raises:
             DrawError: its request did not finish.
         """
-        (drawn,) = output.outputs
-        if drawn.finish_reason == "abort":
+        (sampled,) = output.outputs
+        if sampled.finish_reason == "abort":
             raise DrawAbortedError("the engine aborted a candidate")
-        if drawn.finish_reason not in ("stop", "length"):
-            raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
-        is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
+        if sampled.finish_reason not in ("stop", "length"):
+            raise DrawError(f"the engine ended a candidate: {sampled.finish_reason}, {sampled.stop_reason}")
+        is_delimiter = isinstance(sampled.stop_reason, str) and sampled.stop_reason not in (self.params.stop or ())
         assert output.prompt_token_ids is not None
         context = search_text_context(output.prompt_token_ids, self._decode)
-        step = DrawnStep(
-            self._text(context, drawn),
-            drawn.token_ids,
-            drawn.cumulative_logprob or 0.0,
-            None if is_delimiter else drawn.finish_reason,
-            None if is_delimiter else drawn.stop_reason,
-            Note(candidate_id, drawn.logprobs),
+        step = SampledStep(
+            self._text(context, sampled),
+            sampled.token_ids,
+            sampled.cumulative_logprob or 0.0,
+            None if is_delimiter else sampled.finish_reason,
+            None if is_delimiter else sampled.stop_reason,
+            Note(candidate_id, sampled.logprobs),
         )
         step = self._ended_by_stop_string(context, beam, step)
         return step if self.params.logprobs is not None else step._replace(note=Note(candidate_id, None))
 
-    def _ended_by_stop_string(self, context: Context, beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
+    def _ended_by_stop_string(self, context: Context, beam: StepHypothesis, step: SampledStep) -> SampledStep:
         """Cut a step at the first stop string, which may have begun in earlier steps, or after a delimiter."""
         stops = self.params.stop or ()
         earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
@@ -85,7 +85,7 @@ class StepReader:
         logprobs = step.note.logprobs[:count]
         sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
         is_included = self.params.include_stop_str_in_output
-        return DrawnStep(
+        return SampledStep(
             step.text[: end if is_included else max(start, 0)],
             tokens[:count],
             sum_logprobs,
@@ -95,11 +95,11 @@ class StepReader:
             0 if is_included else max(-start, 0),
         )
 
-    def _text(self, context: Context, drawn: CompletionOutput) -> str:
+    def _text(self, context: Context, sampled: CompletionOutput) -> str:
         """The text of all its tokens: vLLM cuts it at the delimiter, but the last token may go beyond that."""
-        stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
+        stops_by_token = sampled.finish_reason == "stop" and not isinstance(sampled.stop_reason, str)
         is_cut = stops_by_token and not self.params.include_stop_str_in_output
-        return self._text_behind(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
+        return self._text_behind(context, sampled.token_ids[: len(sampled.token_ids) - is_cut])
 
     def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
         """The text of tokens that follow a context, without an incomplete last character."""

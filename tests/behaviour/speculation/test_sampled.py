@@ -1,4 +1,4 @@
-"""What is drawn follows the seed and the options, and is reported as the target's own, whatever happens meanwhile."""
+"""What is sampled follows the seed and the options, and is reported as the target's own, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.support.engine import Engine
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import run
 from tests.support.trained_pair import (
-    DRAWN,
     LENGTH,
+    SAMPLED,
     WARPED,
     WIDTH,
     answer,
@@ -27,10 +27,10 @@ from vllm_trie.engine.group import BeamGroup
 pytestmark = pytest.mark.slow
 
 
-def test_replacement_lets_the_same_beam_be_drawn_twice(engine: Engine, prompts: list[list[int]]) -> None:
-    for mode in (DRAWN, {"do_sample": True, "speculation": "off", "seed": 1}):
+def test_replacement_lets_the_same_beam_be_sampled_twice(engine: Engine, prompts: list[list[int]]) -> None:
+    for mode in (SAMPLED, {"do_sample": True, "speculation": "off", "seed": 1}):
         (once,) = tokens(search(engine, prompts[:1], top_k=1, **mode))
-        assert (len(once[0]), once[1:]) == (LENGTH, [()] * (WIDTH - 1)), "there is only one to be drawn"
+        assert (len(once[0]), once[1:]) == (LENGTH, [()] * (WIDTH - 1)), "there is only one to be sampled"
         assert tokens(search(engine, prompts[:1], top_k=1, replacement=True, **mode)) == [[once[0]] * WIDTH]
 
 
@@ -49,7 +49,7 @@ def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
     mean_widths = []
     for min_width in (None, 2, 3, WIDTH):
         layers.clear()
-        outputs = search(engine, prompts, threshold=0.8, min_width=min_width, ignore_eos=False, **DRAWN)
+        outputs = search(engine, prompts, threshold=0.8, min_width=min_width, ignore_eos=False, **SAMPLED)
         assert all(living + ended >= (min_width or 1) for living, ended in layers)
         assert sum(counts(output)["beams"] for output in outputs) == sum(living for living, _ in layers)
         steps = sum(counts(output)["steps"] for output in outputs)
@@ -57,19 +57,19 @@ def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
     assert mean_widths == sorted(mean_widths)
     assert mean_widths[0] < mean_widths[1] < WIDTH
     assert min(living + ended for living, ended in layers) == WIDTH, "min_width=beam_width leaves no choice"
-    more = [counts(search(engine, prompts[:1], threshold=t, **DRAWN)[0])["mean_width"] for t in (0.99, 0.3)]
+    more = [counts(search(engine, prompts[:1], threshold=t, **SAMPLED)[0])["mean_width"] for t in (0.99, 0.3)]
     assert more[0] < more[1]
 
 
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(DRAWN, marks=pytest.mark.nightly),
-        DRAWN | {"replacement": True} | WARPED,
+        pytest.param(SAMPLED, marks=pytest.mark.nightly),
+        SAMPLED | {"replacement": True} | WARPED,
         {"do_sample": True, "speculation": "off"} | WARPED,
     ],
 )
-def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
+def test_a_seed_decides_what_is_sampled(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     prompts, mode = prompts[:2], mode | {"max_tokens": LENGTH // 2}
     first, again, other = (tokens(search(engine, prompts, **mode | {"seed": seed})) for seed in (5, 5, 6))
     assert first == again
@@ -84,10 +84,10 @@ def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], 
     "mode",
     [
         {"speculation": "exact"},
-        DRAWN,
-        DRAWN | WARPED,
-        DRAWN | WARPED | {"replacement": True, "threshold": 0.7},
-        DRAWN | {"memory_mode": True},
+        SAMPLED,
+        SAMPLED | WARPED,
+        SAMPLED | WARPED | {"replacement": True, "threshold": 0.7},
+        SAMPLED | {"memory_mode": True},
         {"speculation": "off", "do_sample": True, "seed": 1} | WARPED,
     ],
     ids=["exact", "sample", "warped", "narrower", "one beam", "plain"],
@@ -105,8 +105,10 @@ def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list
     assert num_checked >= len(params)  # narrow layers may finish no more than one hypothesis of a search
 
 
-@pytest.mark.parametrize("mode", [DRAWN, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["sample", "plain"])
-def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
+@pytest.mark.parametrize(
+    "mode", [SAMPLED, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["sample", "plain"]
+)
+def test_logprobs_report_each_sampled_token_and_its_rank(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     ranks = []
     for prompt, output in zip(prompts, search(engine, prompts, logprobs=2, **mode), strict=True):
         for o in output.outputs:
@@ -120,6 +122,6 @@ def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: 
                 ranks.append(reported[token].rank)
             own = sum(reported[token].logprob for token, reported in zip(o.token_ids, o.logprobs, strict=True))
             assert o.cumulative_logprob == pytest.approx(own, abs=SCORE_TOLERANCE)
-    assert max(ranks) > 2 * WIDTH, "something must be drawn that no search would rank"
+    assert max(ranks) > 2 * WIDTH, "something must be sampled that no search would rank"
     (without,) = search(engine, prompts[:1], **mode)
     assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **mode)), "to be told changes no draw"

@@ -60,8 +60,8 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
         """See `SearchStrategy`."""
         p = joint_search_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
         rngs = [search_generator(*draw) for draw in inputs.draws]
-        drawn = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
-        found = _sampled_strategy_continuations(logprobs, beams.scores, *drawn)
+        sampled = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
+        found = _sampled_strategy_continuations(logprobs, beams.scores, *sampled)
         stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
         by_slot = inputs.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
         return SearchDecision(
@@ -86,14 +86,14 @@ def take_strategy_cells(
     Returns:
         The decision for the group, and the slot of each cell, [K]; -1 where it finishes.
     """
-    num_drawn = len(cells)
-    cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
-    is_possible = search_numbers(rules.width, cells.device) < num_drawn
+    num_sampled = len(cells)
+    cells = torch.nn.functional.pad(cells, (0, rules.width - num_sampled))[None]
+    is_possible = search_numbers(rules.width, cells.device) < num_sampled
     found = _sampled_strategy_continuations(logprobs[None], scores[None], cells, is_possible)
     stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
     chosen = choose_search_slots(found.parents, search_candidates_alive(found, stops), rules.width)
     step = SearchStepResult(*in_search_slots(found, chosen, len(scores)), search_candidates_ended(rules, found, stops))
-    takes = chosen[0, :, None] == search_numbers(num_drawn, cells.device)  # [b, K]
+    takes = chosen[0, :, None] == search_numbers(num_sampled, cells.device)  # [b, K]
     slots = torch.where(takes.any(dim=0), takes.int().argmax(dim=0), -1)
     return SearchDecision(step, logprobs[None]), slots
 

@@ -12,8 +12,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.tokenizers import word_pieces
-from vllm_trie.step_search.drawn_steps import StepReader
 from vllm_trie.step_search.hypotheses import StepHypothesis
+from vllm_trie.step_search.sampled_steps import StepReader
 
 LETTERS = word_pieces([f"##{chr(number)}" for number in range(128)])  # no spaces between them
 WORDS = word_pieces(["a", "b", ".", "##b"])
@@ -23,7 +23,7 @@ def ids(text: str) -> list[int]:
     return [LETTERS.convert_tokens_to_ids(f"##{letter}") for letter in text]
 
 
-def drawn(tokens: list[int], text: str, reason: str | None, kind: str = "stop") -> RequestOutput:
+def sampled(tokens: list[int], text: str, reason: str | None, kind: str = "stop") -> RequestOutput:
     """What vLLM returns of a candidate, each of whose tokens is as probable as any other."""
     logprobs: Any = [{token: Logprob(-1.0)} for token in tokens]
     candidate = CompletionOutput(0, text, tokens, -len(tokens), logprobs, finish_reason=kind, stop_reason=reason)
@@ -34,7 +34,7 @@ def drawn(tokens: list[int], text: str, reason: str | None, kind: str = "stop") 
 @pytest.mark.parametrize(("text", "kept"), [("ab\n", "ab\n"), ("aSTOPb\n", "a")])
 def test_logprobs_are_kept_where_they_were_asked_for(num_logprobs: int | None, text: str, kept: str) -> None:
     """A search that returns to candidates holds many of them."""
-    output = drawn(ids(text), text, "\n")
+    output = sampled(ids(text), text, "\n")
     reader = StepReader(LETTERS, SamplingParams(stop=["STOP"], logprobs=num_logprobs))
     step = reader.step("0", StepHypothesis(), output)
     assert step.text == kept
@@ -50,7 +50,7 @@ def test_a_step_ends_where_vllm_ended_it_whatever_decode_cleans(stop: str) -> No
     request: Any = SimpleNamespace(request_id="0", prompt_token_ids=[a], prompt_embeds=None, sampling_params=params)
     by_vllm = IncrementalDetokenizer.from_new_request(WORDS, request)
     assert by_vllm.update([a, more, a, dot, more, b], False) == stop
-    output = drawn([*by_vllm.output_token_ids], by_vllm.get_next_output_text(True, False), stop)
+    output = sampled([*by_vllm.output_token_ids], by_vllm.get_next_output_text(True, False), stop)
     step = StepReader(WORDS, params).step("0", StepHypothesis(), output)
     assert (step.text, [*step.token_ids]) == (output.outputs[0].text, output.outputs[0].token_ids)
     assert (step.finish_reason, step.stop_reason) == ("stop", stop)
