@@ -320,4 +320,4 @@ class WeightlessStep:
         of_runner |= {"amateur": self.amateur, "speculation": self.speculation}
         runner: Any = SimpleNamespace(**of_runner, max_num_reqs=self.num_slots, device=NOWHERE, rank_check=None)
         batch = self.batch(num_tokens)
-        return BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)
+        return BeamModelRunner._sample_all_rows(runner, self.runner.sampler, None, self.logits, batch)

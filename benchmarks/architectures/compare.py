@@ -77,7 +77,7 @@ def measure(architecture: Architecture, folder: Path) -> dict[str, Any]:
         greedy = _greedy(llm, prompts, MAX_TOKENS)
         row["greedy"] = sum(map(list.__eq__, greedy, their_greedy))
         row["steady"] = sum(map(list.__eq__, greedy, _greedy_by_token(llm, prompts)))
-        row["vllm"] = {"hypotheses": WIDTH * len(prompts), **compared(_beside_vllm(llm, prompts, llm))._asdict()}
+        row["vllm"] = {"hypotheses": WIDTH * len(prompts), **compared(_ours_and_vllms(llm, prompts, llm))._asdict()}
         row["transformers_off"] = _off(reference, prompts, theirs)
         row["ours_off"] = _off(reference, prompts, ours)
     return row
@@ -123,7 +123,7 @@ def measure_format(architecture: Architecture, folder: Path) -> dict[str, Any]:
     try:
         llm, stock = start(architecture, folder, WITH_BEAMS), start(architecture, folder, {})
         _break_ties_by_token(stock)
-        pairs = [pair for ignore_eos in (True, False) for pair in _beside_vllm(llm, prompts, stock, ignore_eos)]
+        pairs = [pair for ignore_eos in (True, False) for pair in _ours_and_vllms(llm, prompts, stock, ignore_eos)]
         ours = [answers for answers, _ in pairs]
         forced = _off_when_forced(stock, prompts, ours)
     except Exception as error:
@@ -281,7 +281,7 @@ def _greedy_by_token(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def _beside_vllm(
+def _ours_and_vllms(
     llm: Any, prompts: list[list[int]], stock: Any, ignore_eos: bool = False
 ) -> list[tuple[list[Hypothesis], list[Hypothesis]]]:
     """`LLM.beam_search` in the engine, and in vLLM's own loop of requests.
@@ -324,7 +324,7 @@ def _off_when_forced(stock: Any, prompts: list[list[int]], answers: list[list[Hy
     """By how much log-probabilities per new token differ, at most, from those that vLLM gives to the same tokens.
 
     Args:
-        answers: As `_beside_vllm` returns them: prompts are part of their tokens.
+        answers: As `_ours_and_vllms` returns them: prompts are part of their tokens.
     """
     from vllm import SamplingParams
 

@@ -86,16 +86,16 @@ class Head(nn.Module):
         """[B, T, H] what comes with each token: the target's states [B, T, layers * H] at the token before it."""
         return shifted(self.fc(states))
 
-    def forward(self, tokens: Tensor, beside: Tensor, before: list[Pairs]) -> Pairs:
+    def forward(self, tokens: Tensor, states_before: Tensor, before: list[Pairs]) -> Pairs:
         """One pass over tokens [B, T].
 
         Args:
-            beside: [B, T, H] states at the token before each: the target's, or the head's own of the pass before.
+            states_before: [B, T, H] states at the token before each: the target's, or the head's of the pass before.
             before: Earlier passes. A token sees itself in this pass, its parent in the pass before, and so on.
         """
         (target,), layer, depth = self._target, self.midlayer, len(before)
         embeds = layer["input_layernorm"](target.model.embed_tokens(tokens))
-        both, attention = torch.cat([embeds, layer["hidden_norm"](beside)], -1), layer["self_attn"]
+        both, attention = torch.cat([embeds, layer["hidden_norm"](states_before)], -1), layer["self_attn"]
 
         def heads(name: str) -> Tensor:
             return attention[name](both).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
@@ -114,7 +114,7 @@ class Head(nn.Module):
         weights = (torch.cat([scores, *own], -1) / math.sqrt(self.config.head_dim)).softmax(-1)
         mixed = weights[..., :length] @ first.values
         mixed = mixed + sum(weights[..., length + n, None] * v for n, (_, v) in enumerate(chain))
-        states = beside + attention["o_proj"](mixed.transpose(1, 2).flatten(2))
+        states = states_before + attention["o_proj"](mixed.transpose(1, 2).flatten(2))
         states = states + layer["mlp"](layer["post_attention_layernorm"](states))
         return Pairs(keys, values, states, target.lm_head(self.norm(states)))
 
@@ -132,11 +132,11 @@ def loss_of(head: Head, tokens: Tensor) -> tuple[Tensor, list[float]]:
         tokens: [B, T].
     """
     states, wanted = head.read(tokens)
-    logprobs, beside, passes = wanted.log_softmax(-1), head.first(states), list[Pairs]()
+    logprobs, states_before, passes = wanted.log_softmax(-1), head.first(states), list[Pairs]()
     loss, same = torch.zeros(()), list[float]()
     for depth in range(DEPTH):
-        passes.append(head(tokens, beside, passes))
-        beside, logits = shifted(passes[-1].states), passes[-1].logits
+        passes.append(head(tokens, states_before, passes))
+        states_before, logits = shifted(passes[-1].states), passes[-1].logits
         own, theirs = logits.log_softmax(-1)[:, depth:].flatten(0, 1), logprobs[:, depth:].flatten(0, 1)
         loss = loss + DECAY**depth * nn.functional.kl_div(own, theirs, log_target=True, reduction="batchmean")
         same.append((own.argmax(-1) == theirs.argmax(-1)).float().mean().item())

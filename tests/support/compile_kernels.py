@@ -29,8 +29,8 @@ from vllm_trie.worker.kernels import (
     decide,
     in_groups,
     items,
+    ordinary_rows,
     report,
-    rows_beside,
     slots,
     step,
     tiles,
@@ -307,21 +307,21 @@ CASES: list[tuple[Any, ...]] = [
         4,
     ),
     (
-        rows_beside._take_rows_kernel,
+        ordinary_rows._take_rows_kernel,
         dict.fromkeys(["rows", "logits", "moved", "tokens", "logits_indices", "own_logits_indices"], LONGS)
         | dict.fromkeys([f"{own}{name}" for own in ("", "own_") for name in ("positions", *MAPPINGS)], LONGS)
         | dict.fromkeys(["num_rows", "num_logits", "num_tokens"], INT)
         | dict.fromkeys([own + name for own in ("", "own_") for name in OF_BATCH], "*i32")
         | dict.fromkeys(["is_padding", "own_is_padding"], "*i8"),
-        {"tile_size": rows_beside.TILE},
+        {"tile_size": ordinary_rows.TILE},
         4,
     ),
     (
-        rows_beside._put_sampled_kernel,
+        ordinary_rows._put_sampled_kernel,
         dict.fromkeys(["rows", "own_sampled", "sampled"], LONGS)
         | dict.fromkeys(["own_counts", "own_rejected", "counts", "rejected"], "*i32")
         | dict.fromkeys(["num_rows", "width", "own_stride", "sampled_stride"], INT),
-        {"tile_size": rows_beside.TILE},
+        {"tile_size": ordinary_rows.TILE},
         4,
     ),
     *(

@@ -28,8 +28,8 @@ class HeadAlone(Alone):
 
     def says(self, texts: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """See `Alone`. Slot i holds the pair of token i and the states at token i - 1."""
-        passes, beside = list[Pairs](), self.model.first(self.model.read(texts)[0])
+        passes, states_before = list[Pairs](), self.model.first(self.model.read(texts)[0])
         for _ in range(1 + num_drafts):
-            passes.append(self.model(texts, beside, passes))
-            beside = shifted(passes[-1].states)
+            passes.append(self.model(texts, states_before, passes))
+            states_before = shifted(passes[-1].states)
         return passes[-1].logits[:, -1]

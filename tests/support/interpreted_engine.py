@@ -90,7 +90,7 @@ def jobs() -> dict[str, list[Any]]:
     )
     controlled = beam_params(2, n=2, max_tokens=MAX_TOKENS, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
     alone = {"ordinary": [ordinary], "plain": [plain], "drafting": [drafting], "controlled": [controlled]}
-    return {**alone, "beside each other": [ordinary, plain, drafting]}
+    return {**alone, "in one batch": [ordinary, plain, drafting]}
 
 
 def serve(engine: Engine) -> Iterator[tuple[str, list[Answer]]]:

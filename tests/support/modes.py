@@ -92,7 +92,7 @@ GRAMMATICAL: list[dict[str, Any]] = [
     {"structured_outputs": structured("object"), "semantics": "vllm", "frequency_penalty": 0.4},
     {"structured_outputs": structured("grammar"), "do_sample": True, "seed": 3, "temperature": 0.7},
     {"structured_outputs": structured("choice"), "sample_first": 2, "seed": 5},
-    {},  # beside them
+    {},  # ordinary
 ]
 ROOMY = {"max_num_batched_tokens": 512}  # what is sampled depends on what is left over to speculate with
 PLAIN = [*LONG, *WITHOUT_TEXT, *SAMPLED]

@@ -65,17 +65,17 @@ def check_exact(
     engine: Engine,
     asked: Sequence[Asked],
     after_step: Callable[[], None] = lambda: None,
-    beside: Sequence[Job] = (),
+    ordinary: Sequence[Job] = (),
     speculation: str = "exact",
 ) -> list[Any]:
     """Search in both ways, and compare all that comes back. Returns what speculation found.
 
     Args:
-        beside: Ordinary requests, that must answer as they do alone.
+        ordinary: Ordinary requests, that must answer as they do alone.
         speculation: "exact" or "auto".
     """
-    plain, alone = found_plainly(engine, searches(asked, "off")), found_plainly(engine, beside)
-    outputs = run(engine, [*searches(asked, speculation), *beside], after_step)
+    plain, alone = found_plainly(engine, searches(asked, "off")), found_plainly(engine, ordinary)
+    outputs = run(engine, [*searches(asked, speculation), *ordinary], after_step)
     assert count_differing(outputs[len(asked) :], alone) == 0
     ties = count_differing(outputs[: len(asked)], plain)
     assert ties <= MOST_TIES * sum(len(output.outputs) for output in plain)
@@ -101,7 +101,7 @@ def found_plainly(engine: Engine, jobs: Sequence[Job]) -> list[Any]:
     return [_found_before[key] for key in keys]
 
 
-BESIDE = [
+ORDINARY = [
     (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
     for length in (5, BLOCK_SIZE - 1, 50)
 ]

@@ -17,7 +17,7 @@ MAX_BATCHED = 256  # tokens of a step
 
 
 def jobs() -> list[Job]:
-    """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary ones beside."""
+    """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary requests."""
     asked = []
     for number, length in enumerate([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 20]):
         for width, ignore_eos in ((2, True), (5, False)):

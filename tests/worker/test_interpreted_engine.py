@@ -18,7 +18,7 @@ LAUNCHED = {  # among others
         "_combine_sampled_and_draft_tokens_kernel",
     },
     "controlled": {"_take_newest_kernel", "_reorder_counts_kernel", "_penalties_kernel"},
-    "beside each other": {"_put_sampled_kernel", "_select_kernel", "_draft_nodes_kernel"},
+    "in one batch": {"_put_sampled_kernel", "_select_kernel", "_draft_nodes_kernel"},
 }
 
 

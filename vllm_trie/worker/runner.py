@@ -266,7 +266,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             if (plan := self.selector.plan(step, input_batch)).narrow:
                 project = partial(self.narrow_head.project, plan, self.selector.levels(plan))
                 self.model = SimpleNamespace(compute_logits=project)
-        self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
+        self.sampler = self.rejection_sampler = partial(self._sample_all_rows, *stock)  # one of them is called
         try:
             sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
         finally:
@@ -276,7 +276,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             self.stages.send(self.step)
         return sampled
 
-    def _sample_beside_beams(
+    def _sample_all_rows(
         self,
         sampler: Any,
         rejection_sampler: Any,
@@ -324,7 +324,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
         put = (
-            launches.worker_module_for_gpus("kernels.rows_beside").launch_put_sampled
+            launches.worker_module_for_gpus("kernels.ordinary_rows").launch_put_sampled
             if launches.worker_runs_kernels_on(self.device)
             else put_sampled_rows
         )

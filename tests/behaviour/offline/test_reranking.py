@@ -42,7 +42,7 @@ def test_the_best_of_the_pool_by_chrf_come_back(engine: Engine, search: dict[str
         assert answer["num_judged"] == len(set(texts)) ** 2
 
 
-def test_a_callable_sees_prompts_and_pairs_beside_requests_that_are_not_reranked(engine: Engine) -> None:
+def test_a_callable_sees_prompts_and_pairs_in_a_batch_with_requests_that_are_not_reranked(engine: Engine) -> None:
     seen = list[HypothesisPair]()
 
     def longest(pairs: list[HypothesisPair]) -> list[int]:

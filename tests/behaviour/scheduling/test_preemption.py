@@ -141,7 +141,7 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     assert count_ties([finished["sampled apart"]], [expected]) == 0
 
 
-def test_histories_are_computed_beside_long_prompts(
+def test_histories_are_computed_in_a_batch_with_long_prompts(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(random_model("gqa"), max_num_batched_tokens=128, long_prefill_token_threshold=48)

@@ -1,4 +1,4 @@
-"""Searches beside streaming sessions: those that wait for input keep their rows."""
+"""Searches in a batch with streaming sessions: those that wait for input keep their rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_search_waits_for_rows_of_sessions_and_others_pass(engines: Engines) -
     jobs["ordinary"] = PROMPTS[2], SamplingParams(temperature=0, max_tokens=5)
     found = step_until(engine, jobs, "narrow", "ordinary")
     assert found.keys() == {"narrow", "ordinary"}
-    feed(engine, "first", [8, 9])  # it goes on beside the search that waits
+    feed(engine, "first", [8, 9])  # it goes on while the search waits
     core.abort_request(["second"])
     assert "wide" not in step_until(engine, {}, "wide", most=20)
     core.abort_request(["first"])

@@ -92,7 +92,7 @@ def test_a_pool_driven_to_its_end_preempts_and_answers_the_same(
 
 @MODES
 @pytest.mark.parametrize("speculation", ["off", "exact"])
-def test_ordinary_requests_speculate_beside_beams(
+def test_ordinary_requests_speculate_in_a_batch_with_beams(
     engines: Engines,
     random_pair: Callable[[str, float], tuple[Path, Path]],
     speculation: str,
@@ -131,7 +131,7 @@ def test_rows_hold_what_the_scheduler_believes_after_every_step(
         params = beam_params(width, max_tokens=90, ignore_eos=number % 2 == 0)
         core.add_request(f"group {number}", {"prompt_token_ids": prompt}, params)
         ordinary = SamplingParams(max_tokens=10 * number + 1, ignore_eos=True)
-        core.add_request(f"beside {number}", {"prompt_token_ids": prompt}, ordinary)
+        core.add_request(f"ordinary {number}", {"prompt_token_ids": prompt}, ordinary)
     while core.has_unfinished_requests():
         core.step()
     assert engine.watched.num_compared > 20 * 2 * BLOCK_SIZE

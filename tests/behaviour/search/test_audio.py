@@ -131,7 +131,7 @@ def same(outputs: list[Any], expected: list[Any]) -> bool:
 
 def test_beams_that_hear_a_sound_are_those_of_transformers(engine: Engine, encoded: list[int], model: Path) -> None:
     jobs = searches(4, 3, 6, 2)
-    jobs.insert(2, (7, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))  # an ordinary request beside them
+    jobs.insert(2, (7, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))  # an ordinary request among them
     outputs = run(engine, jobs)
     assert sum(encoded) == len(jobs), "a sound was encoded for each beam"
     (greedy,) = outputs[2].outputs

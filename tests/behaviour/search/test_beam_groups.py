@@ -78,16 +78,16 @@ def test_the_loop_finds_what_transformers_4_finds() -> None:
     assert in_full >= (1 - MOST_TIES) * len(SEARCHES[::5])
 
 
-def test_the_engine_finds_what_transformers_4_finds_beside_ordinary_requests(engines: Engines) -> None:
+def test_the_engine_finds_what_transformers_4_finds_in_a_batch_with_ordinary_requests(engines: Engines) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     jobs = [(search["prompt"], params) for search in SEARCHES for params in (params_of(search), greedy)]
     outputs, in_full = run(engines(TRAINED_TARGET), jobs), 0
-    for search, output, beside in zip(SEARCHES, outputs[::2], outputs[1::2], strict=True):
+    for search, output, ordinary in zip(SEARCHES, outputs[::2], outputs[1::2], strict=True):
         ours = engine_answers(output, search["options"].get("length_penalty", 1.0))
         stops = stops_of(search["options"])
         ours = [Answer(without_stop(answer.token_ids, stops), answer.score) for answer in ours]
         in_full += agree(ours, recorded(search))
-        assert is_greedy(TRAINED_TARGET, search["prompt"], list(beside.outputs[0].token_ids), MAX_TOKENS)
+        assert is_greedy(TRAINED_TARGET, search["prompt"], list(ordinary.outputs[0].token_ids), MAX_TOKENS)
     assert in_full >= (1 - MOST_TIES) * len(SEARCHES)
 
 

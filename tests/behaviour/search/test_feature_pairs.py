@@ -141,7 +141,7 @@ def merged(pair: tuple[str, str]) -> dict[str, Any] | None:
 
 PAIRS = {pair: options for pair in combinations(FEATURES, 2) if (options := merged(pair)) is not None}
 TOO_LONG = {"min_tokens", "allowed_sequences"}, {"min_tokens", "catalog_unique"}  # no item has so many tokens
-BESIDE_DRAFTS = ("logit_bias", 'unit="step"')  # refused by vLLM, to each candidate of a step
+NOT_WITH_DRAFTS = ("logit_bias", 'unit="step"')  # refused by vLLM, to each candidate of a step
 
 
 def expected_refusal(options: dict[str, Any]) -> str | None:
@@ -196,7 +196,7 @@ def test_each_pair_works_or_is_refused_as_the_matrix_says_and_is_never_wrong(
     engine: Engine, pairs: list[tuple[str, str]]
 ) -> None:
     assert {*chain(*pairs)} == {*FEATURES}
-    jobs = {" + ".join(pair): PAIRS[pair] for pair in pairs if pair != BESIDE_DRAFTS}
+    jobs = {" + ".join(pair): PAIRS[pair] for pair in pairs if pair != NOT_WITH_DRAFTS}
     answers, refused = ask(engine, jobs, lambda: None)
     assert refused == {name: why for name, options in jobs.items() if (why := expected_refusal(options))}
     assert answers.keys() == jobs.keys() - refused.keys()
@@ -220,8 +220,8 @@ def test_each_pair_works_or_is_refused_as_the_matrix_says_and_is_never_wrong(
     assert ties <= MOST_TIES * sum(len(answers[name].outputs) for name in alike)
 
 
-def test_what_vllm_refuses_beside_drafts_works_without(engine: Engine, engines: Engines) -> None:
-    jobs = {" + ".join(BESIDE_DRAFTS): PAIRS[BESIDE_DRAFTS]}
+def test_what_vllm_refuses_with_drafts_works_without(engine: Engine, engines: Engines) -> None:
+    jobs = {" + ".join(NOT_WITH_DRAFTS): PAIRS[NOT_WITH_DRAFTS]}
     answers, refused = ask(engine, jobs, lambda: None)
     assert not answers
     assert all("not yet supported with speculative decoding" in why for why in refused.values())

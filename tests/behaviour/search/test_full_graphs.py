@@ -71,7 +71,7 @@ BATCHES: dict[str, Batch] = {
     "one group": [(LONG, 4)],
     "as many rows as a graph has": [(LONG, 8)],
     "three groups": [(LONG, 4), (OTHER, 5), (SHORT, 2)],
-    "beside ordinary rows": [(SHORT, 0), (LONG, 3), (LONG, 0), (OTHER, 0), (OTHER, 4), (SHORT, 0)],
+    "with ordinary rows": [(SHORT, 0), (LONG, 3), (LONG, 0), (OTHER, 0), (OTHER, 4), (SHORT, 0)],
     "a group that shares nothing yet": [(LONG, 4), ([9, 8, 7], 3)],
 }
 
@@ -129,8 +129,8 @@ def test_more_rows_or_groups_than_a_graph_has_replay_what_they_replayed(
         found, graphs = replayed(manager, engine, BATCHES["three groups"])
         assert found == plain["three groups"]
         assert {graph.cg_mode for graph in graphs} == {CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE}
-        found, graphs = replayed(manager, engine, BATCHES["beside ordinary rows"])  # two groups
-        assert found == plain["beside ordinary rows"]
+        found, graphs = replayed(manager, engine, BATCHES["with ordinary rows"])  # two groups
+        assert found == plain["with ordinary rows"]
         assert graphs[-1].cg_mode == CUDAGraphMode.FULL
 
 
@@ -153,7 +153,7 @@ def test_shared_blocks_are_read_once_within_graphs(engine: Engine, asked: list[d
     assert suffix["seqused_k"].tolist() == [len(LONG) + MOST_TOKENS - 1 - 64] * 5 + [len(SHORT) + MOST_TOKENS - 1, 0, 0]
 
 
-def test_layers_with_windows_beside_them_are_vllms(
+def test_windowed_layers_of_the_same_model_are_vllms(
     asked: list[dict[str, Any]], random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the same graphs; vLLM then makes no schedule, as windows differ."""

@@ -87,7 +87,7 @@ def test_every_hypothesis_matches_or_was_cut_by_length(engine: Engine) -> None:
 
 
 @pytest.mark.nightly
-def test_controls_stops_and_lengths_act_beside_a_grammar_as_in_a_plain_loop(engine: Engine) -> None:
+def test_controls_stops_and_lengths_act_with_a_grammar_as_in_a_plain_loop(engine: Engine) -> None:
     semantics, stops = ["hf", "tridecode"], [(), (COMMA,)]
     controls = ["none", *list(PENALTIES)[-2:], "bias", "hot", "all filters"]
     grid = {"grammar": [*GRAMMARS], "semantics": semantics, "stop_token_ids": stops, "controls": controls}
@@ -142,11 +142,11 @@ def test_a_grammar_that_does_not_compile_ends_its_group_alone(engine: Engine, mo
     monkeypatch.setattr(type(backend), "compile_grammar", fails)
     bad = beam_params(3, n=3, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="q+"))
     alone = engine.generate(trained_prompts([9]), bad)
-    beside = engine.generate(trained_prompts([9, 9, 9]), [bad, beam, SamplingParams(max_tokens=4, temperature=0)])
-    for output in (*alone, beside[0]):
+    together = engine.generate(trained_prompts([9, 9, 9]), [bad, beam, SamplingParams(max_tokens=4, temperature=0)])
+    for output in (*alone, together[0]):
         assert [o.finish_reason for o in output.outputs] == ["error"] * 3
         assert "structured_outputs cannot be compiled: no q" in output.outputs[0].stop_reason
-    assert {o.finish_reason for output in beside[1:] for o in output.outputs} <= {"stop", "length"}
+    assert {o.finish_reason for output in together[1:] for o in output.outputs} <= {"stop", "length"}
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_beams_that_see_an_image_are_those_of_transformers(
         (prompt, beam_params(width, n=width, max_tokens=40))
         for prompt, width in zip(prompts(kind), (4, 3, 6), strict=True)
     ]
-    jobs.append(({"prompt": TEXTS[0].format("")}, beam_params(4, n=4, max_tokens=40)))  # beside them, one of text alone
+    jobs.append(({"prompt": TEXTS[0].format("")}, beam_params(4, n=4, max_tokens=40)))  # and one of text alone
     outputs = run(engine, jobs)
     num_images = sum(len(prompt["multi_modal_data"]["image"]) for prompt, _ in jobs[:3])
     assert sum(encoded) == num_images, "an image was encoded for each beam"

@@ -62,7 +62,7 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
 def test_searches_by_graphs_of_steps_find_what_they_find_without(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Some at a time, beside each other and ordinary requests, the second time in another order."""
+    """Some at a time, in a batch with ordinary requests, the second time in another order."""
     engine = engines(random_model("gqa"))
     prompts = [list(range(2, 2 + BLOCK_SIZE - 4 + at)) for at in range(len(WIDTHS))]
     params = [beam_params(width, n=width, max_tokens=FEW_TOKENS, ignore_eos=True, **options) for width in WIDTHS]

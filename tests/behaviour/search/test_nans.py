@@ -1,4 +1,4 @@
-"""Logits that are no numbers are counted beside beams as without them."""
+"""Logits that are no numbers are counted in a batch with beams as without them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nans_are_reported_of_the_request_that_has_them(
     engine = engines(random_model("gqa"))
     runner, batches, reports = engine.runner, list[Any](), list[dict[str, int]]()
     beams = (prompt_of(20), beam_params(WIDTH, n=WIDTH, max_tokens=9, ignore_eos=True))
-    beside = (prompt_of(9), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    ordinary = (prompt_of(9), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     (expected,) = run(engine, [beams])
     compute_logits, update = runner.model.compute_logits, engine.scheduler.update_from_output
 
@@ -50,7 +50,7 @@ def test_nans_are_reported_of_the_request_that_has_them(
     monkeypatch.setattr(runner, "sample", sampling)
     monkeypatch.setattr(runner.model, "compute_logits", spoiled)
     monkeypatch.setattr(engine.scheduler, "update_from_output", updating)
-    found, _ = run(engine, [beams, beside])
+    found, _ = run(engine, [beams, ordinary])
     assert count_ties([found], [expected]) == 0
     together = [report for report in reports if report and len(report) == WIDTH + 1]
     assert len(together) >= 7

@@ -49,13 +49,13 @@ def asked() -> list[tuple[list[int], int, int, dict[str, Any]]]:
 
 
 def check(engine: Engine, model: Path, cases: list[tuple[list[int], int, int, dict[str, Any]]]) -> None:
-    """All in one batch, beside ordinary requests."""
+    """All in one batch with ordinary requests."""
     jobs = []
     for prompt, width, size, options in cases:
         own = beam_params(width, n=width, no_repeat_ngram_size=size, max_tokens=MAX_TOKENS, **options)
         jobs += [(prompt, own), (prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))]
     outputs, in_full, num_changed = run(engine, jobs), 0, 0
-    for (prompt, width, size, options), output, beside in zip(cases, outputs[::2], outputs[1::2], strict=True):
+    for (prompt, width, size, options), output, ordinary in zip(cases, outputs[::2], outputs[1::2], strict=True):
         common = {"width": width, "n": width, "max_tokens": MAX_TOKENS, **options}
         theirs = transformers_beams(model, prompt, no_repeat_ngram_size=size, **common)
         ours = engine_answers(output, options.get("length_penalty", 1.0))
@@ -64,7 +64,7 @@ def check(engine: Engine, model: Path, cases: list[tuple[list[int], int, int, di
             a.token_ids for a in transformers_beams(model, prompt, **common)
         ]
         assert not any(has_repeats(prompt, answer.token_ids, size) for answer in ours)
-        assert is_greedy(model, prompt, list(beside.outputs[0].token_ids), MAX_TOKENS)
+        assert is_greedy(model, prompt, list(ordinary.outputs[0].token_ids), MAX_TOKENS)
     assert in_full >= (1 - MOST_TIES) * len(cases)
     assert num_changed > len(cases) // 3, "what must not be repeated would have been"
 

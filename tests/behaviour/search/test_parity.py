@@ -89,11 +89,11 @@ def check_cases(
 ) -> tuple[int, int]:
     """Compare every case with transformers. Returns how many agree to the last token, and how many saw EOS."""
     in_full = with_eos = 0
-    for case, prompt, output, beside in zip(cases, prompts, beams, ordinary, strict=True):
+    for case, prompt, output, other in zip(cases, prompts, beams, ordinary, strict=True):
         ours, theirs = engine_answers(output, case.length_penalty), transformers_answers(model, case, prompt, output)
         in_full += agree(ours, theirs)
         with_eos += any(answer.token_ids[-1] == 1 for answer in theirs) and case.eos_occurs
-        assert is_greedy(model, prompt, list(beside.outputs[0].token_ids), MAX_TOKENS)
+        assert is_greedy(model, prompt, list(other.outputs[0].token_ids), MAX_TOKENS)
     return in_full, with_eos
 
 
@@ -117,7 +117,7 @@ def test_random_model_finds_the_beams_of_transformers(
 
 @pytest.fixture(scope="module")
 def usual(_engines: Engines) -> tuple[list, list]:
-    """What the trained model finds when nothing is changed, for beams and beside them."""
+    """What the trained model finds when nothing is changed, for beams and for ordinary requests."""
     return run_cases(_engines(TRAINED_TARGET), OF_TRAINED, PROMPTS)
 
 

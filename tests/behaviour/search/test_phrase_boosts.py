@@ -42,7 +42,7 @@ def boosted(width: int, phrases: Phrases, **options: Any) -> SamplingParams:
 
 
 def check(engine: Engine, model: Path, prompts: list[list[int]], after_step: Callable[[], None] = lambda: None) -> None:
-    """All in one batch, beside greedy requests."""
+    """All in one batch with greedy requests."""
     widths, penalties = [2, 4, 8, 3, 5], [1.0, 0.0, 0.6, 1.0, -0.5]
     cases = list(zip(prompts, widths, penalties, strict=True))
     plain = run(engine, [(p, beam_params(w, n=w, max_tokens=MAX_TOKENS, length_penalty=lp)) for p, w, lp in cases])
@@ -53,7 +53,7 @@ def check(engine: Engine, model: Path, prompts: list[list[int]], after_step: Cal
         jobs.append((prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))
     outputs, in_full, num_changed = run(engine, jobs, after_step), 0, 0
     for number, ((prompt, width, penalty), of_search) in enumerate(zip(cases, phrases, strict=True)):
-        output, beside = outputs[2 * number : 2 * number + 2]
+        output, ordinary = outputs[2 * number : 2 * number + 2]
         theirs = biased_beams(model, prompt, width, of_search, MAX_TOKENS, penalty)
         found = [
             (list(o.token_ids), o.cumulative_logprob, boost_of(of_search, list(o.token_ids), is_over=True))
@@ -65,7 +65,7 @@ def check(engine: Engine, model: Path, prompts: list[list[int]], after_step: Cal
         for tokens, total, _ in found:
             assert total == pytest.approx(sums.get(tuple(tokens), total), abs=1e-3), "it is no longer the model's own"
         num_changed += [tokens for tokens, *_ in found] != [list(o.token_ids) for o in plain[number].outputs]
-        assert is_greedy(model, prompt, list(beside.outputs[0].token_ids), MAX_TOKENS)
+        assert is_greedy(model, prompt, list(ordinary.outputs[0].token_ids), MAX_TOKENS)
     assert in_full >= (1 - MOST_TIES) * len(cases)
     assert num_changed > len(cases) // 2, "the phrases change nothing"
 

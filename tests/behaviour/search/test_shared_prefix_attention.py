@@ -69,7 +69,7 @@ def test_searches_among_ordinary_requests_find_the_same(
 ) -> None:
     """Also in layers that have windows, soft caps or sinks."""
     jobs = searches_among_others([prompt_of(length, length) for length in (100, 70, 40, 64, 30, 90, 150)])
-    limits = {"max_num_batched_tokens": 96}  # prompts are computed in parts, beside rows that decode
+    limits = {"max_num_batched_tokens": 96}  # prompts are computed in parts, in a batch with rows that decode
     with seen(monkeypatch) as asked:
         expected = run(engines(random_model(kind), **limits, **option("off")), jobs)
         assert not asked

@@ -118,7 +118,7 @@ def test_the_same_seed_finds_the_same_and_another_one_something_else(engine: Eng
     assert once != other
 
 
-def test_every_search_of_a_batch_is_itself_beside_ordinary_requests_and_beams(engine: Engine) -> None:
+def test_every_search_of_a_batch_is_itself_among_ordinary_requests_and_beams(engine: Engine) -> None:
     greedy, beams = SamplingParams(temperature=0, max_tokens=9), beam_params(3, max_tokens=9)
     wider = params(beam_width=3, candidates=2, max_steps=None, early_stopping=True, n=3)
     asked = [params(), greedy, wider, beams, params(seed=3)]

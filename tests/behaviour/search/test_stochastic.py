@@ -131,7 +131,7 @@ def test_all_there_is_comes_back_once(engines: Engines, random_model: Callable[[
 
 
 def test_what_is_sampled_depends_on_the_seed_alone(engines: Engines, random_model: Callable[[str], Path]) -> None:
-    """Neither on what runs beside it, nor on preemptions."""
+    """Neither on what else is in its batch, nor on preemptions."""
     engine = engines(random_model("gqa"), kv_cache_memory_bytes=60 * BYTES_PER_BLOCK, max_num_seqs=40)
     options = {"do_sample": True, "stochastic": True, "max_tokens": 24, "ignore_eos": True}
     jobs = [(prompt_of(30, seed), beam_params(5, n=5, seed=seed, **options)) for seed in range(6)]

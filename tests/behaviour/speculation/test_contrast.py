@@ -40,7 +40,7 @@ def contrasting() -> list[Job]:
     ]
 
 
-def beside() -> list[Job]:
+def others() -> list[Job]:
     """An ordinary request, which vLLM drafts for, and searches that speculate or do not."""
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     modes = ("exact", "off")
@@ -50,16 +50,18 @@ def beside() -> list[Job]:
     ]
 
 
-def check_beside(greedy: Any, speculating: Any, plain: Any) -> None:
+def check_others(greedy: Any, speculating: Any, plain: Any) -> None:
     assert is_greedy(TRAINED_TARGET, PROMPTS[2], list(greedy.outputs[0].token_ids), MAX_TOKENS)
     assert count_differing([speculating], [plain]) == 0
     assert counts(speculating)["accepted"] > 0
 
 
-def test_beams_are_those_of_the_independent_search_whatever_is_beside_them_and_preempts_them(engine: Engine) -> None:
-    jobs, in_full = [*contrasting(), *beside()], 0
+def test_beams_are_those_of_the_independent_search_whatever_shares_their_batch_and_preempts_them(
+    engine: Engine,
+) -> None:
+    jobs, in_full = [*contrasting(), *others()], 0
     outputs = run(engine, jobs)
-    check_beside(*outputs[len(CASES) :])
+    check_others(*outputs[len(CASES) :])
     for prompt, case, output in zip(PROMPTS, CASES, outputs, strict=False):
         given = {name: value for name, value in case["contrast"].items() if name != "model"}
         weights, penalty = Weights(**given), case.get("length_penalty", 1.0)

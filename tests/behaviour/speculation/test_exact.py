@@ -13,8 +13,8 @@ from vllm.sampling_params import BeamSearchParams
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.options import DRAFTED
 from tests.support.pairs import (
-    BESIDE,
     NOISE,
+    ORDINARY,
     TRAINED,
     WIDTHS,
     Pair,
@@ -54,7 +54,7 @@ def test_a_random_pair_finds_what_plain_steps_find(
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), num_layers, max_num_seqs=128)
     asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=BLOCK_SIZE + 6)
-    outputs = check_exact(engine, asked, beside=BESIDE)
+    outputs = check_exact(engine, asked, ordinary=ORDINARY)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
 
@@ -87,7 +87,7 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     prompts = trained_prompts([2 * BLOCK_SIZE] * 40)
-    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), ordinary=ORDINARY)
     assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
 
 
@@ -100,7 +100,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(
     prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
     widths = {"beam_width": width, "draft_width": draft_width}
     asked = [(p, {"max_tokens": 24, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
-    outputs = check_exact(engine, asked, beside=BESIDE)
+    outputs = check_exact(engine, asked, ordinary=ORDINARY)
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 
 

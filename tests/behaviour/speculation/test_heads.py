@@ -14,7 +14,7 @@ from tests.support.disturb import Unlucky, preempt_all
 from tests.support.draft_alone import search
 from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET, Engine, Engines
 from tests.support.head_alone import HeadAlone, with_head
-from tests.support.pairs import BESIDE, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
+from tests.support.pairs import ORDINARY, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
 from tests.support.reference import SCORE_TOLERANCE, load
 from tests.support.running import prompt_of, run, trained_prompts
 from tests.support.sweep import sweep
@@ -47,7 +47,7 @@ def test_an_engine_runs_the_head_when_it_measures_its_memory(engines: Engines, m
 @pytest.mark.parametrize("num_layers", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_head_finds_what_plain_steps_find(engines: Engines, num_layers: int) -> None:
     engine = with_head(engines, num_layers, max_num_seqs=128)
-    outputs = check_exact(engine, grid(PROMPTS, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    outputs = check_exact(engine, grid(PROMPTS, max_tokens=BLOCK_SIZE + 6), ordinary=ORDINARY)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 3
 
 
@@ -59,11 +59,11 @@ def test_a_head_that_knows_nothing_finds_the_same(engines: Engines, tmp_path: Pa
         (p, {"beam_width": w, "draft_width": 2 * w, "max_tokens": 40})
         for w, p in enumerate(trained_prompts([20] * 4), 1)
     ]
-    check_exact(engine, asked, beside=BESIDE)
+    check_exact(engine, asked, ordinary=ORDINARY)
 
 
 @pytest.mark.nightly
-def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None:
+def test_searches_are_preempted_in_a_batch_with_ordinary_requests(engine: Engine) -> None:
     steps = 0
 
     def after_step() -> None:
@@ -72,7 +72,7 @@ def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None
         if steps % 9 == 0:
             preempt_all(engine)
 
-    check_exact(engine, grid(PROMPTS[:12], max_tokens=BLOCK_SIZE + 6), after_step, beside=BESIDE)
+    check_exact(engine, grid(PROMPTS[:12], max_tokens=BLOCK_SIZE + 6), after_step, ordinary=ORDINARY)
     assert steps > 18
 
 
@@ -83,7 +83,7 @@ def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
     chosen = sizes_in(monkeypatch, PLAIN, ForestSize(LAYERS, 8), ForestSize(1, 16), ForestSize(2, 8))
     unlucky = Unlucky(engine, share=0.2)
     asked = grid(PROMPTS[:12], max_tokens=BLOCK_SIZE + 6)
-    outputs = check_exact(engine, asked, unlucky.preempt_the_last, beside=BESIDE, speculation="auto")
+    outputs = check_exact(engine, asked, unlucky.preempt_the_last, ordinary=ORDINARY, speculation="auto")
     assert unlucky.num_preempted > 5
     assert len(chosen) > 5 * len(asked)
     assert max(map(steps_per_forward, outputs)) > 1.3

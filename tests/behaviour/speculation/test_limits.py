@@ -110,9 +110,9 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
     engine = speculating(engines, pair, 4, **options)
     widths = [{"beam_width": w, "draft_width": 4 * w, "ignore_eos": True, "max_tokens": 70} for w in (6, 4, 1, 2)]
     asked = [(prompt_of(40, seed), one) for seed, one in enumerate(widths)]
-    beside = [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=40)) for seed in (7, 8)]
+    ordinary = [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=40)) for seed in (7, 8)]
     watch = Watch(engine, monkeypatch)
-    outputs = check_exact(engine, asked, beside=beside)
+    outputs = check_exact(engine, asked, ordinary=ordinary)
     assert max(map(steps_per_forward, outputs)) > 1.5
     assert must_happen <= watch.happened()
 
@@ -144,12 +144,12 @@ def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_i
 
 
 def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:
-    """Its first token has no drafts beside it, where groups take several steps."""
+    """Its first token has no drafts after it, where groups take several steps."""
     engine = speculating(engines, pair, 3, max_num_batched_tokens=192, enable_prefix_caching=False)
     options = {"beam_width": 2, "draft_width": 6, "ignore_eos": True, "max_tokens": 40}
     late = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
-    beside = [(prompt_of(length, seed), late) for seed, length in enumerate((400, 150, 300))]
-    check_exact(engine, [(prompt_of(20), options)], beside=beside)
+    ordinary = [(prompt_of(length, seed), late) for seed, length in enumerate((400, 150, 300))]
+    check_exact(engine, [(prompt_of(20), options)], ordinary=ordinary)
 
 
 def test_steps_end_at_max_model_len_and_max_tokens(engines: Engines, pair: Pair) -> None:
@@ -212,10 +212,10 @@ def test_a_search_too_long_for_the_draft_model_leaves_others_their_drafts(engine
     core.add_request("9", {"prompt_token_ids": prompt}, params)
     core.step()
     assert [group.length for group in engine.scheduler.groups.values()] == [1]
-    beside, steps_beside = found()
-    assert steps_beside == steps_alone
-    assert count_differing(beside, alone) == 0
-    assert beside[0].kv_transfer_params == alone[0].kv_transfer_params
+    together, steps_together = found()
+    assert steps_together == steps_alone
+    assert count_differing(together, alone) == 0
+    assert together[0].kv_transfer_params == alone[0].kv_transfer_params
 
 
 def test_prompts_that_are_cached_to_the_last_token_find_the_same(
@@ -232,11 +232,11 @@ def test_prompts_that_are_cached_to_the_last_token_find_the_same(
     monkeypatch.setattr(engine.scheduler, "_drop_padding", dropping)
     options = {"beam_width": 3, "draft_width": 9, "ignore_eos": True, "max_tokens": 40}
     asked = [(prompt_of(length, length), options) for length in (BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1)]
-    beside = [(prompt_of(50), SamplingParams(temperature=0, max_tokens=40))]
-    check_exact(engine, asked, beside=beside)
+    ordinary = [(prompt_of(50), SamplingParams(temperature=0, max_tokens=40))]
+    check_exact(engine, asked, ordinary=ordinary)
     assert len(padded) >= 2
     assert engine.llm.llm_engine.reset_prefix_cache()
-    check_exact(engine, asked, beside=beside)
+    check_exact(engine, asked, ordinary=ordinary)
 
 
 @pytest.mark.parametrize(

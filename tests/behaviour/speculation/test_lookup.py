@@ -15,7 +15,7 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.items import random_items
 from tests.support.options import DRAFTED
 from tests.support.pairs import (
-    BESIDE,
+    ORDINARY,
     Asked,
     check_exact,
     count_differing,
@@ -55,7 +55,7 @@ def test_a_model_that_copies_finds_what_plain_steps_find(
 ) -> None:
     engine = engines(copying_model, **looking_up(num_layers, *ngrams), max_num_seqs=128)
     prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(40)]
-    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), ordinary=ORDINARY)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
 
@@ -76,7 +76,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, cop
     widths = {"beam_width": 4, "draft_width": 12, "max_tokens": 24}
     prompts = copies(len(DRAFTED), BLOCK_SIZE - 9)
     asked = [(p, widths | options) for p, options in zip(prompts, DRAFTED, strict=True)]
-    outputs = check_exact(engine, asked, beside=BESIDE)
+    outputs = check_exact(engine, asked, ordinary=ORDINARY)
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 5
 
 
@@ -86,7 +86,7 @@ def test_a_model_that_makes_everything_up_finds_what_plain_steps_find(
 ) -> None:
     engine = engines(random_model(kind), **looking_up(3), max_num_seqs=128)
     prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(40)]
-    check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6)[:20], beside=BESIDE)
+    check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6)[:20], ordinary=ORDINARY)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_search_that_is_preempted_again_and_again_finds_the_same(engine: Engin
 
 
 def test_ordinary_requests_keep_the_drafts_of_vllm(engine: Engine) -> None:
-    """Beside searches that speculate, and where the method is one with which vLLM schedules ahead."""
+    """In a batch with searches that speculate, and where the method is one with which vLLM schedules ahead."""
     repeating = [*prompt_of(12)] * 3
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     num_steps = 0
@@ -169,9 +169,9 @@ def test_ordinary_requests_keep_the_drafts_of_vllm(engine: Engine) -> None:
     assert num_steps < 50, "vLLM's n-grams are of no use"
     search = beam_params(3, max_tokens=20, ignore_eos=True)
     steps_alone, num_steps = num_steps, 0
-    beside = run(engine, [(repeating, greedy), (repeating, search)], count)
+    together = run(engine, [(repeating, greedy), (repeating, search)], count)
     assert num_steps <= steps_alone + 2
-    assert answers(beside[:1]) == answers(alone)
+    assert answers(together[:1]) == answers(alone)
 
 
 def test_beams_that_are_sampled_do_not_speculate(engine: Engine) -> None:
@@ -209,5 +209,5 @@ def test_searches_of_both_kinds_share_a_batch(engine: Engine) -> None:
 def test_a_method_that_schedules_ahead_finds_the_same(engines: Engines, copying_model: Path) -> None:
     engine = engines(copying_model, **looking_up(3, method="ngram_gpu"), max_num_seqs=64)
     prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(12)]
-    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), ordinary=ORDINARY)
     assert max(map(steps_per_forward, outputs)) > 1.5

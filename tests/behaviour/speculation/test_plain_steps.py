@@ -1,4 +1,4 @@
-"""Searches that no forest follows, beside speculation: they take plain steps, and find the same."""
+"""Searches that no forest follows, in an engine that speculates: they take plain steps, and find the same."""
 
 from __future__ import annotations
 

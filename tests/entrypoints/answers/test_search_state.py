@@ -141,9 +141,9 @@ def test_a_server_makes_outputs_one_by_one_and_serves_others_meanwhile(monkeypat
 
         state._kept.output = answer()
         output = state.make_request_output([], None, FinishReason.STOP, None, answer().kv_transfer_params)
-        beside = asyncio.ensure_future(other())
+        second = asyncio.ensure_future(other())
         await whole_answer(output)
-        await beside
+        await second
         return output
 
     output = asyncio.run(serve())

@@ -61,7 +61,7 @@ def test_what_is_rendered_shows_the_options_of_the_client_alone(kind: type, aske
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alone_otherwise(kind: type) -> None:
+def test_fields_by_names_of_other_systems_are_refused_with_beams_and_left_alone_otherwise(kind: type) -> None:
     wrap_vllm("vllm_trie.entrypoints.server.server")
     asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     others = {"num_beams": 4, "best_of": 2, "early_stopping": True}

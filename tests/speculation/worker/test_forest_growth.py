@@ -158,7 +158,7 @@ def check_batch(grown: GrownForests, planted: list[ForestStep], seen: list[Fores
         grown: Forests, which the host has not read.
         planted: Of these.
         seen: The same forests, grown by the host.
-        seed: Of the order of rows, beside which there is an ordinary one.
+        seed: Of the order of rows, among which there is an ordinary one.
     """
     slots = np.random.default_rng(seed).permutation(1 + sum(one.num_beams for one in seen)) - 1
     slots[slots < 0] = len(slots)

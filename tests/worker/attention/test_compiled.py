@@ -125,7 +125,7 @@ def test_any_batch(data: st.DataObject) -> None:
 @settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
-    """Beside groups whose rows are no trees, and beside ordinary rows."""
+    """In a batch with groups whose rows are no trees, and with ordinary rows."""
     trees = data.draw(st.lists(any_trees(12, 70, 80, 20), min_size=1, max_size=3))
     groups = trees + data.draw(any_groups(2, 10, 40, 8, 20)) * data.draw(st.integers(0, 1))
     num_kv_heads = data.draw(st.integers(1, 3))

@@ -95,7 +95,7 @@ def test_any_batch(data: st.DataObject) -> None:
 @settings(max_examples=3, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
-    """Beside groups whose rows are no trees, and beside ordinary rows."""
+    """In a batch with groups whose rows are no trees, and with ordinary rows."""
     trees = data.draw(st.lists(any_trees(3, 40, 70, 6), min_size=1, max_size=2))
     groups = trees + data.draw(any_groups(1, 5, 30, 4, 6)) * data.draw(st.integers(0, 1))
     num_kv_heads = data.draw(st.integers(1, 2))

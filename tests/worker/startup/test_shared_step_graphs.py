@@ -121,7 +121,7 @@ def test_shared_steps_replay_them_and_all_others_what_they_replayed() -> None:
         for longest in (None, 1, 2, 300):
             shape = num_rows, num_rows * (of_row or 1), of_row, 0, longest
             assert manager.dispatch(*shape) == stock.dispatch(*shape)
-    for longest in (None, 2):  # rows that share blocks beside prompts
+    for longest in (None, 2):  # rows that share blocks in a batch with prompts
         graph = manager.dispatch(20, 40, SHARES_BLOCKS, 0, max_query_len=longest)
         assert graph == stock.dispatch(20, 40, None, 0, max_query_len=longest)
         assert graph.cg_mode == CUDAGraphMode.PIECEWISE

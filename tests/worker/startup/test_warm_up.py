@@ -200,7 +200,7 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
 
 
 def take(rules: SearchRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
-    """Take a step of a group by kernels, if they take it; beside others, of which some speculate."""
+    """Take a step of a group by kernels, if they take it; in a batch with others, of which some speculate."""
     beams, places = SearchBeams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
     take_step = select_by_kernels(rules, KernelStepSizes.of(beams, VOCAB_SIZE))
     for num_steps in (1, 4) if take_step else ():

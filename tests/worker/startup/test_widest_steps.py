@@ -356,5 +356,5 @@ def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeyp
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()
         ProfiledRunner(NOWHERE).profile_run()
     needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_COPIED + 8000 // step_graphs.LOGITS_OF_BYTE
-    needed += step_graphs.MOST_BYTES_BESIDE + step_graphs.MOST_OWN_BYTES
+    needed += step_graphs.MOST_BYTES_WITHOUT_LOGITS + step_graphs.MOST_OWN_BYTES
     assert (held, counter.held) == ([1000 + needed, 1000], 0)

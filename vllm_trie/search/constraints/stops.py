@@ -24,18 +24,18 @@ class StopStringConstraint:
 
     Args:
         judge: Finds them.
-        beside: int32, on the device, what `judge` needs besides: copied with the first candidates.
+        judge_inputs: int32, on the device, what `judge` reads besides candidates; copied with the first of them.
         first: The row from which the parents of candidates are counted.
     """
 
-    def __init__(self, judge: Judge, beside: torch.Tensor | None = None, first: int = 0) -> None:
-        self._judge, self._beside, self._first = judge, beside, first
+    def __init__(self, judge: Judge, judge_inputs: torch.Tensor | None = None, first: int = 0) -> None:
+        self._judge, self._judge_inputs, self._first = judge, judge_inputs, first
         self._copied: np.ndarray | None = None
         self.num_going_on = 0  # non-ending candidates of the group that has fewest, at the last call of `end`
 
     def of_rows(self, first: int) -> StopStringConstraint:
         """For candidates whose parents are counted from row `first` on."""
-        return StopStringConstraint(self._judge, self._beside, first)
+        return StopStringConstraint(self._judge, self._judge_inputs, first)
 
     def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
         """bool [G, K], which candidates complete a stop string or are stop tokens, by `is_stop`, bool [V]."""
@@ -47,12 +47,12 @@ class StopStringConstraint:
     def _on_host(self, candidates: SearchCandidates[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
         parents, tokens, _ = candidates
         if is_searched_on_host(tokens.device):
-            self._copied = None if self._beside is None else self._beside.numpy()
+            self._copied = None if self._judge_inputs is None else self._judge_inputs.numpy()
             return parents.numpy(), tokens.numpy()
         words = torch.stack([parents, tokens]).int().flatten()
-        if self._beside is not None and self._copied is None:
-            together = torch.cat([words, self._beside.flatten()]).cpu().numpy()
-            self._copied = together[len(words) :].reshape(self._beside.shape)
+        if self._judge_inputs is not None and self._copied is None:
+            together = torch.cat([words, self._judge_inputs.flatten()]).cpu().numpy()
+            self._copied = together[len(words) :].reshape(self._judge_inputs.shape)
         else:
             together = words.cpu().numpy()
         both = together[: len(words)].reshape(2, *tokens.shape)

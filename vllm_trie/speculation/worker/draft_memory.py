@@ -1,4 +1,4 @@
-"""Allocates what accepted drafts take, so that vLLM's memory profiling leaves room for it beside the KV cache."""
+"""Allocates what accepted drafts take, so that vLLM's memory profiling leaves room for it next to the KV cache."""
 
 from __future__ import annotations
 

@@ -110,13 +110,13 @@ def forest_growth_layer(plans: Sequence[ForestGrowthPlan], number: int) -> slice
 
 
 def plant_forests(
-    plans: Sequence[ForestGrowthPlan], beside: Sequence[np.ndarray], device: torch.device
+    plans: Sequence[ForestGrowthPlan], more_arrays: Sequence[np.ndarray], device: torch.device
 ) -> tuple[GrowingForests, list[torch.Tensor]]:
     """Forests of roots on the device, with room for everything that they may become; by one copy.
 
     Args:
         plans: The forests' plans.
-        beside: Arrays that the same copy takes to the device.
+        more_arrays: Arrays that the same copy takes to the device.
         device: Where they grow.
     """
     forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
@@ -146,7 +146,7 @@ def plant_forests(
             reached[number, own] = table.shape[1] - 1 - has_block[:, ::-1].argmax(axis=1)
             spare[number, plan.place, : len(blocks)] = blocks[::-1]
     state = words, scores, ends, masks, slots, counts, totals, reached, spare
-    words_there, *there = uploaded_together_for_search([*state, *beside], device)
+    words_there, *there = uploaded_together_for_search([*state, *more_arrays], device)
     parts = _growth_parts_of(words_there, num_nodes, tables.shape)
     return GrowingForests(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
 

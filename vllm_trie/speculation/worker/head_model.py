@@ -33,8 +33,8 @@ class DraftHeadModel(DraftModel):
         buffers = speculator.input_buffers
         buffers.input_ids[:num_tokens], buffers.positions[:num_tokens] = inputs.tokens, inputs.positions
         before = inputs.slots_before(states.number)  # the first token has zeros before it
-        beside = states.by_slot[before.clamp(min=0)].masked_fill_((before < 0)[:, None], 0)
-        speculator.hidden_states[:num_tokens] = beside
+        states_before = states.by_slot[before.clamp(min=0)].masked_fill_((before < 0)[:, None], 0)
+        speculator.hidden_states[:num_tokens] = states_before
         hidden, own = speculator._run_model(num_tokens, metadata, slots, None)
         to = slots[states.layer]
         if inputs.wanted is None:

@@ -97,7 +97,7 @@ class TreeSpeculation(RunnerSpeculation):
         """See `RunnerSpeculation`."""
         self.takes_trees = attention_takes_trees(self._runner)
         if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
-            self.rows.hidden_states = self._runner.rows.beside = DraftHiddenStates(self._runner)
+            self.rows.hidden_states = self._runner.rows.token_states = DraftHiddenStates(self._runner)
 
     def warm_up(self, serving: KernelVariants) -> None:
         """See `RunnerSpeculation`."""

@@ -51,11 +51,11 @@ class DeviceForests:
         )
         self._starts = np.arange(most + 1, dtype=np.int32)
         new_blocks = new_blocks_of_forests(plans)
-        beside: list[np.ndarray] = [depths, self._starts, forest_layout_of(plans), *new_blocks]
+        more_arrays: list[np.ndarray] = [depths, self._starts, forest_layout_of(plans), *new_blocks]
         self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.worker_runs_kernels_on(device) else None
         if self._kernels is not None:
-            beside += self._kernels.arrays
-        self._growing, there = forest_growth.plant_forests(plans, beside, device)
+            more_arrays += self._kernels.arrays
+        self._growing, there = forest_growth.plant_forests(plans, more_arrays, device)
         self._positions, self._starts_there, self._layout, *there = there
         self._new_blocks, of_kernels = there[: len(new_blocks)], there[len(new_blocks) :]
         if self._kernels is not None:

@@ -45,16 +45,16 @@ def attention_takes_trees(runner: GPUModelRunner) -> bool:
     return not stock
 
 
-def attention_by_token(runner: GPUModelRunner, beside: TokenStates | None = None) -> list[list[ByToken]]:
+def attention_by_token(runner: GPUModelRunner, token_states: TokenStates | None = None) -> list[list[ByToken]]:
     """By KV cache group, the KV caches token by token, if all its layers take trees; otherwise nothing.
 
     Args:
         runner: vLLM's.
-        beside: Other states that are stored by token, if any.
+        token_states: Other states that are stored by token, if any.
     """
     parts = [_attention_by_token(runner, attn_groups) for attn_groups in attention_layers_of(runner)]
-    if beside is not None and (of_group := parts[beside.number]):
-        of_group.append(beside.by_token)
+    if token_states is not None and (of_group := parts[token_states.number]):
+        of_group.append(token_states.by_token)
     return parts
 
 

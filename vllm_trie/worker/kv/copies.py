@@ -212,11 +212,11 @@ def _hold_kv_tokens_kernel(
     for segment in range(tl.load(move) + tl.program_id(1), tl.load(move + 1), num_workers):
         own = tl.load(pointers + segment).to(tl.pointer_type(word))
         own += block * tl.load(of_block + segment) + place * tl.load(of_token + segment)
-        beside = held + token * token_words + tl.load(offsets + segment)
+        held_token = held + token * token_words + tl.load(offsets + segment)
         if is_read:
-            _copy_kv_in_kernel(own, beside, 0, tl.load(words + segment), tile_size)
+            _copy_kv_in_kernel(own, held_token, 0, tl.load(words + segment), tile_size)
         else:
-            _copy_kv_in_kernel(beside, own, 0, tl.load(words + segment), tile_size)
+            _copy_kv_in_kernel(held_token, own, 0, tl.load(words + segment), tile_size)
 
 
 def warm_up_kv_copies(tokens: torch.Tensor, kv: KVCaches) -> None:

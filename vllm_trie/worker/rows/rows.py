@@ -146,22 +146,22 @@ class Rows:
         self._sampler = runner.sampler  # None on the earlier stages of a pipeline
         self.device = runner.device
         self.all_tokens = runner.req_states.all_token_ids.gpu  # [slots, length] int32; arbitrary after their ends
-        self.beside: TokenStates | None = None  # states stored by token besides the KV caches, if any
+        self.token_states: TokenStates | None = None  # states stored by token besides the KV caches, if any
 
     @cached_property
     def kv(self) -> KVCaches:
-        """The runner's KV caches, including a draft model's, `beside`, and the tables of their blocks.
+        """The runner's KV caches, including a draft model's, `token_states`, and the tables of their blocks.
 
         Tables that are equal for all rows of a group are left out.
         """
-        runner, own = self._runner, [] if self.beside is None else [self.beside.by_token.contents]
+        runner, own = self._runner, [] if self.token_states is None else [self.token_states.by_token.contents]
         config, tables = runner.kv_cache_config, runner.block_tables
         differing = [
             KVTable(tables.block_tables[number].gpu, tables.block_sizes[number], number)
             for number, group in enumerate(config.kv_cache_groups)
             if not isinstance(group.kv_cache_spec, CrossAttentionSpec)
         ]
-        by_token = attention_by_token(runner, self.beside)
+        by_token = attention_by_token(runner, self.token_states)
         return KVCaches([*runner.kv_caches, *own], config.num_blocks, by_token, differing)
 
     def upload(self, values: Any, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:

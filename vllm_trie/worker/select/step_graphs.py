@@ -38,7 +38,7 @@ from vllm_trie.worker.select.cohort import CohortLogits, SelectionBatchPlan
 from vllm_trie.worker.select.graph_tables import SelectionGraphTables, put_where_graphs_find_it
 
 MOST_COPIED = 1 << 21  # the most logits of a step that are copied, as they are for all steps by torch
-BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # at most: by torch per logit; by any step besides its logits
+BYTES_OF_LOGIT, MOST_BYTES_WITHOUT_LOGITS = 56, 64 << 20  # at most: by torch per logit; by any step besides its logits
 LOGITS_OF_BYTE = 8  # kernels take one byte for this many, at most
 UNIT = 16  # logits: the unit of the start of rows, so that kernels know them to be aligned
 MOST_GRAPHS = 128  # graphs to keep, those used last
@@ -94,7 +94,7 @@ class SelectionGraphs:
     def room(self) -> torch.Tensor:
         """As much memory as graphs may allocate, [bytes] uint8."""
         num_bytes = BYTES_OF_LOGIT * MOST_COPIED + self._most_logits // LOGITS_OF_BYTE
-        num_bytes += MOST_BYTES_BESIDE + MOST_OWN_BYTES
+        num_bytes += MOST_BYTES_WITHOUT_LOGITS + MOST_OWN_BYTES
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._rows.device)
 
     def begin_step(self, num_rows: int, count: int) -> torch.Tensor:
@@ -209,7 +209,7 @@ class SelectionGraphs:
         # Ever more rarely, where there is no memory, or there are more kinds of steps than graphs to keep: asking for
         # memory waits for the driver, and a capture takes as long as some steps.
         is_asked = count > 1 and count.bit_count() == 1
-        return is_asked and self._capture.has_room(num_bytes + MOST_BYTES_BESIDE)
+        return is_asked and self._capture.has_room(num_bytes + MOST_BYTES_WITHOUT_LOGITS)
 
     def _new(self, step: CohortLogits, beams: SearchBeams, sizes: KernelStepSizes) -> SelectionGraph:
         """The graph to be captured, whose `replay` already works."""

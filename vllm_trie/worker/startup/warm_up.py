@@ -19,7 +19,7 @@ from vllm_trie.supported_engines import most_plugin_beams, plugin_config_of
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesAttentionPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_layers_of
-from vllm_trie.worker.kernels import KernelVariants, beams, controls, in_groups, rows_beside, slots, step
+from vllm_trie.worker.kernels import KernelVariants, beams, controls, in_groups, ordinary_rows, slots, step
 from vllm_trie.worker.kernels.compiling import compile_kernels_together
 from vllm_trie.worker.kv import copies
 
@@ -49,7 +49,7 @@ def warm_up_at_startup(runner: Any) -> None:
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     most_beams, logits = _widest_search_at_startup(runner.vllm_config), tuple(_logits_at_startup(runner))
     serving = KernelVariants(tokens, most_beams, logits)
-    for module in (slots, controls, rows_beside, beams, step, in_groups):
+    for module in (slots, controls, ordinary_rows, beams, step, in_groups):
         module.warm_up_kernels(serving)
     copies.warm_up_kv_copies(tokens, rows.kv)
     runner.speculation.warm_up(serving)

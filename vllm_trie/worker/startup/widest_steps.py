@@ -1,4 +1,4 @@
-"""Takes the search steps that need most memory, so that vLLM's profiling leaves room for them beside the KV cache."""
+"""Takes the search steps that need most memory, so that vLLM's profiling leaves room for them next to the KV cache."""
 
 from __future__ import annotations
 

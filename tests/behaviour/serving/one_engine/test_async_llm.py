@@ -1,4 +1,4 @@
-"""Streams of `AsyncLLM`: parts of one answer, also beside other requests, and what is left when nobody listens."""
+"""Streams of `AsyncLLM`: parts of one answer, also among other requests, and what is left when nobody listens."""
 
 from __future__ import annotations
 
