@@ -137,18 +137,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"of: {' '.join(TABLES)}")
     parser.add_argument("--size", choices=SIZES, default="quick", help="how many prompts, lengths and widths")
-    told = f"folder or name; {REAL!r}: {get.NAME}; {SPEECH!r}: of speech; default: the toy"
-    parser.add_argument("--model", default=str(TARGET), help=told)
+    help_text = f"folder or name; {REAL!r}: {get.NAME}; {SPEECH!r}: of speech; default: the toy"
+    parser.add_argument("--model", default=str(TARGET), help=help_text)
     parser.add_argument("--draft", help="its draft model; without one, other models have no tables of speculation")
-    told = "JSON Lines, .gz or not; 'code', the default, names the built-in ones"
-    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", default=[Path(CODE.name)], help=told)
+    help_text = "JSON Lines, .gz or not; 'code', the default, names the built-in ones"
+    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", default=[Path(CODE.name)], help=help_text)
     parser.add_argument("--field", nargs="+", default=["prompt"], help="of the prompt: one for all files, or one each")
     parser.add_argument("--widths", nargs="+", type=_positive, metavar="BEAMS", help="where a table compares widths")
     parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the engine and of transformers")
     parser.add_argument("--catalog", metavar="FILE", help="that tables of retrieval search along; default: made up")
-    told = "of the histories that are prompts of the table `service`"
-    parser.add_argument("--prompt-tokens", type=_positive, metavar="TOKENS", help=told)
+    help_text = "of the histories that are prompts of the table `service`"
+    parser.add_argument("--prompt-tokens", type=_positive, metavar="TOKENS", help=help_text)
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, metavar="GIB", help="for KV blocks")
     parser.add_argument("--repeats", type=_positive, default=3, help="alternations per timing; medians are shown")
     parser.add_argument("--again", action="store_true", help="measure anew what is measured already")

@@ -132,10 +132,10 @@ def load_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=16, help="of the longest item")
     parser.add_argument("--search-options", type=options, default={}, help="further options of a search, as JSON")
     parser.add_argument("--requests", type=positive(int), default=200, help="of all clients together")
-    told = (
+    help_text = (
         'JSON lines with a "prompt", a text or token ids, and maybe a "history" of item ids; default: three questions'
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help=told)
+    parser.add_argument("--input", type=Path, metavar="FILE", help=help_text)
     arrivals = parser.add_mutually_exclusive_group(required=True)
     arrivals.add_argument("--rate", type=positive(float), help="arrivals per second, at random")
     arrivals.add_argument("--clients", type=positive(int), help="that each ask one after the other")

@@ -80,7 +80,7 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     tasks = subject.tasks[:num_tasks]
     hears = whisper.is_at_hand() and speaker_is_here()
     say(
-        f"The model is {subject.told}. The demo shows 1. answers, 2. memory, 3. time, 4. a draft model"
+        f"The model is {subject.description}. The demo shows 1. answers, 2. memory, 3. time, 4. a draft model"
         f"{', 5. speech' if hears else ''}. It takes about {MINUTES} minutes on two idle cores, more on busy ones.",
         f"Starting vLLM with the model ({START}) ...",
     )

@@ -54,7 +54,7 @@ class Task:
 class Subject:
     """A model, its draft model, and its tasks."""
 
-    told: str  # what it is, for the terminal
+    description: str  # what it is, for the terminal
     model: Path
     draft: Path
     dtype: str
@@ -68,8 +68,8 @@ def real() -> Subject:
         UnavailableError: it cannot be had here.
     """
     dtype = cpu_dtype()
-    told = f"{get.NAME}: a chat model of 135 million parameters, in {dtype}"
-    return Subject(told, get.target(), get.draft(), dtype, REAL_TASKS)
+    description = f"{get.NAME}: a chat model of 135 million parameters, in {dtype}"
+    return Subject(description, get.target(), get.draft(), dtype, REAL_TASKS)
 
 
 def toy(count: int = 4) -> Subject:
@@ -77,8 +77,8 @@ def toy(count: int = 4) -> Subject:
     tasks = (
         Task(f"function {number}", text, 40, is_chat=False) for number, text in enumerate(held_out_prompts(count), 1)
     )
-    told = "the toy that comes along: 3.1 million parameters, trained on Python's standard library, in float32"
-    return Subject(told, TARGET, PAIR / "draft", "float32", tuple(tasks))
+    description = "the toy that comes along: 3.1 million parameters, trained on Python's standard library, in float32"
+    return Subject(description, TARGET, PAIR / "draft", "float32", tuple(tasks))
 
 
 REAL_TASKS = (

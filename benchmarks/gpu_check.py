@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_check --fa3 _vllm_fa3_C.abi3.so --merge triton_merge_attn_states.py
 
-Kernels, steps and attention need torch, Triton, numpy and msgspec alone, and a minute. What fails is told, and the rest
-continues unless the process has lost the device; the exit status is 1 then. `--interpret` rehearses all of it on a CPU,
-on small shapes, without times. Every table goes to the terminal and, as JSON, to `--out`.
+Kernels, steps and attention need torch, Triton, numpy and msgspec alone, and a minute. What fails is printed, and the
+rest continues unless the process has lost the device; the exit status is 1 then. `--interpret` rehearses all of it on a
+CPU, on small shapes, without times. Every table goes to the terminal and, as JSON, to `--out`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.gpu_tables import tell
 from benchmarks.stand_ins import is_there
 
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
-MOST_LINES = 3  # that are told of a failure
+MOST_LINES = 3  # that are printed of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
 # Tests whose tensors are a GPU's where there is one.
 KERNELS = ("worker/attention/triton_kernels", "worker/kernels/step_kernels", "worker/kernels/select_kernels")

@@ -123,8 +123,8 @@ def by_engine(
         del llm
         gc.collect()
     found = [[(tuple(one.token_ids), one.cumulative_logprob) for one in output.outputs] for output in outputs]
-    told = [(output.kv_transfer_params or {}).get("trie_beam", {}) for output in outputs]
-    steps, forwards = (sum(of_one.get(name, 1) for of_one in told) for name in ("steps", "target_forwards"))
+    answers = [(output.kv_transfer_params or {}).get("trie_beam", {}) for output in outputs]
+    steps, forwards = (sum(of_one.get(name, 1) for of_one in answers) for name in ("steps", "target_forwards"))
     return found, steps / forwards
 
 

@@ -91,8 +91,8 @@ def _draw_hypotheses(axes: Any, hypotheses: Sequence[Sequence[str]], width: int)
             color = of_leaf if node is path[-1] else SHARED
             _box(axes, start, at[node], node[-1], color, width=0.8, white=color in COLORS)
             end, height = start + 0.8, at[node]
-        told = f"beam in row {number}" if number < width else "finished: in the pool"
-        axes.text(7.15, heights[number], told, va="center", fontsize=10)
+        label = f"beam in row {number}" if number < width else "finished: in the pool"
+        axes.text(7.15, heights[number], label, va="center", fontsize=10)
     axes.set_ylim(-0.6, len(paths) - 0.4)
     axes.set_title("Hypothesis trie: which tokens", loc="left", fontsize=11, fontweight="bold")
 
@@ -125,15 +125,15 @@ def _draw_blocks(axes: Any, trie: BlockTrie, copies: Sequence[tuple[int, int]]) 
         axes.add_patch(
             FancyArrowPatch(*ends, connectionstyle="arc3,rad=-0.5", arrowstyle="-|>", mutation_scale=12, color="k")
         )
-        told = "row 3's beam died: it continues row 2.\nFull blocks by reference, the tail copied."
-        axes.text(7.0, _mean(height for _, height in ends), told, va="center", fontsize=8.5)
+        label = "row 3's beam died: it continues row 2.\nFull blocks by reference, the tail copied."
+        axes.text(7.0, _mean(height for _, height in ends), label, va="center", fontsize=8.5)
     garbage = trie.reclaim()
     for number, block in enumerate(garbage):
         _block(axes, 2.3 * number, -1.35, BLOCK_SIZE, DEAD, block, edge="#aaaaaa")
     axes.text(2.3 * len(garbage), -1.35, "no row leads here: reclaimed later", va="center", fontsize=8.5, color=LINE)
     axes.set_ylim(-1.9, trie.width - 0.2)
-    told = f"Block trie: where the KV of {tokens} tokens lies (blocks of {BLOCK_SIZE}; grey: full, held once)"
-    axes.set_title(told, loc="left", fontsize=11, fontweight="bold")
+    label = f"Block trie: where the KV of {tokens} tokens lies (blocks of {BLOCK_SIZE}; grey: full, held once)"
+    axes.set_title(label, loc="left", fontsize=11, fontweight="bold")
 
 
 def _box(axes: Any, x: float, y: float, text: str, color: str, width: float, white: bool = False) -> None:

@@ -55,8 +55,8 @@ class PromptSet:
             for number, line in enumerate(lines, start=1):
                 found = json.loads(line)
                 if self.prompt_field not in found:
-                    told = f"line {number} of {self.path} has {', '.join(found)} and no such field"
-                    raise ValueError(f"--field {self.prompt_field}: {told}")
+                    fault = f"line {number} of {self.path} has {', '.join(found)} and no such field"
+                    raise ValueError(f"--field {self.prompt_field}: {fault}")
                 yield found
 
     def _all_texts(self) -> Iterator[str]:

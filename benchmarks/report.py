@@ -101,7 +101,7 @@ def write_pages(folder: Path, pages: Path) -> None:
         "from the JSON in benchmarks/measured/. Plots are of the same runs."
     )
     parts = [f"# Measured tables\n\n{intro}\n"]
-    for told, place in PLACES:
+    for heading, place in PLACES:
         pictures = _pictures(PAGES / place)
         measured = sorted((folder / place).glob("*.json"))
         titles = {}
@@ -112,7 +112,7 @@ def write_pages(folder: Path, pages: Path) -> None:
                 part = _spread(json.loads(path.read_text()), value, by)
                 (pages / place / f"{value}.md").write_text(f"# {titles[value]}\n\n{_whole(part)}")
         links = "\n".join(f"- [{title}]({Path(place) / name}.md)" for name, title in titles.items())
-        parts += [f"## {told}\n\n{links}\n"] if titles else []
+        parts += [f"## {heading}\n\n{links}\n"] if titles else []
     if of_gpus := [json.loads(path.read_text()) for path in sorted((folder / OF_GPUS).glob("*.json"))]:
         tables = "\n".join(f"## {content['title']}\n\n{_whole(content)}" for content in of_gpus)
         (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{ABOUT_GPUS}\n\n{tables}")

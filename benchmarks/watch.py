@@ -48,8 +48,8 @@ def total_counts(outputs: Sequence[Any]) -> GroupCounts:
     """What several speculative searches took together."""
     total = GroupCounts()
     for output in outputs:
-        told = output.kv_transfer_params["trie_beam"]
-        total.add(GroupCounts(**{count.name: told[count.name] for count in fields(GroupCounts)}))
+        counts = output.kv_transfer_params["trie_beam"]
+        total.add(GroupCounts(**{count.name: counts[count.name] for count in fields(GroupCounts)}))
     return total
 
 

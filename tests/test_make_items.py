@@ -56,7 +56,7 @@ def test_items_that_are_alike_begin_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("items.jsonl", "--items", "100", "--levels", "1", "--codes", "99"), "100 items have all codes but the last"),
         (("nowhere/items.jsonl", "--items", "10"), "No such file or directory"),
@@ -65,7 +65,7 @@ def test_items_that_are_alike_begin_alike() -> None:
 )
 def test_what_cannot_be_made_ends_in_a_sentence(
     arguments: tuple[str, ...],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -73,4 +73,4 @@ def test_what_cannot_be_made_ends_in_a_sentence(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         make(monkeypatch, *arguments)
-    assert told in f"{ended.value}{capsys.readouterr().err}"
+    assert message in f"{ended.value}{capsys.readouterr().err}"

@@ -421,16 +421,16 @@ def test_another_vllm_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What the plugin tells at the start of engines, by level."""
+def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What the plugin logs at the start of engines, by level."""
     lines: dict[str, list[str]] = {"info": [], "warning": []}
     for level, of_level in lines.items():
-        told = lambda text, *args, of_level=of_level: of_level.append(text % args)  # noqa: E731
-        monkeypatch.setattr(logging.getLogger("vllm.trie_beam"), level, told)
+        log = lambda text, *args, of_level=of_level: of_level.append(text % args)  # noqa: E731
+        monkeypatch.setattr(logging.getLogger("vllm.trie_beam"), level, log)
     return lines
 
 
-def test_an_engine_with_beams_tells_what_it_has_in_one_line(told: dict[str, list[str]]) -> None:
+def test_an_engine_with_beams_tells_what_it_has_in_one_line(logged: dict[str, list[str]]) -> None:
     version = installed_vllm().version
     EngineArgs(str(TRAINED_TARGET), max_num_seqs=48, **SELECTING).create_engine_config()
     options = {"max_beam_width": 9, "semantics": "vllm"}
@@ -438,31 +438,31 @@ def test_an_engine_with_beams_tells_what_it_has_in_one_line(told: dict[str, list
         str(TRAINED_TARGET), enable_prefix_caching=False, additional_config={"trie_beam": options}, **drafting()
     ).create_engine_config()
     EngineArgs(str(TRAINED_TARGET)).create_engine_config()
-    assert told["info"] == [
+    assert logged["info"] == [
         f"trie_beam on vLLM {version}, Model Runner V2: beams up to 48 wide, semantics hf, speculation off, "
         f"prefix sharing on",
         f"trie_beam on vLLM {version}, Model Runner V2: beams up to 9 wide, semantics vllm, "
         f"speculation {TRAINED_DRAFT}, prefix sharing off",
     ]
-    assert told["warning"] == []
+    assert logged["warning"] == []
 
 
-def test_of_several_servers_the_process_that_starts_them_tells(told: dict[str, list[str]]) -> None:
+def test_of_several_servers_the_process_that_starts_them_tells(logged: dict[str, list[str]]) -> None:
     for rank in (-1, 0, 1):
         EngineArgs(
             str(TRAINED_TARGET), _api_process_count=2, _api_process_rank=rank, **SELECTING
         ).create_engine_config()
-    assert len(told["info"]) == 1
+    assert len(logged["info"]) == 1
 
 
 def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
-    told: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+    logged: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = fingerprint.VLLMComparison({}, ["vllm.a:one", "vllm.b:Two.three"], [])
     monkeypatch.setattr(fingerprint, "compare_installed_vllm", lambda: found)
     config = {"additional_config": {"trie_beam": {"vllm_check": "warn"}}}
     EngineArgs(str(TRAINED_TARGET), **config).create_engine_config()
-    (warning,), (line,) = told["warning"], told["info"]
+    (warning,), (line,) = logged["warning"], logged["info"]
     assert "The first 100 steps of groups are checked. Differences: vllm.a:one, vllm.b:Two.three" in warning
     assert f"trie_beam on vLLM {installed_vllm().version} (2 pieces differ from the record), Model" in line
     with pytest.raises(VLLMPatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests

@@ -111,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def measured(name: str, names: Sequence[str], cases: Iterator[Case], measure: Any) -> list[dict[str, Any]]:
-        told = tqdm(list(cases), desc=name, leave=False, mininterval=1)
-        content[name] = [measure(case, sides.of(names, case)) for case in told]
+        progress = tqdm(list(cases), desc=name, leave=False, mininterval=1)
+        content[name] = [measure(case, sides.of(names, case)) for case in progress]
         args.out.write_text(json.dumps(content, indent=1) + "\n")
         return content[name]
 

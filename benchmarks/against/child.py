@@ -15,7 +15,7 @@ from typing import Any
 
 Batches = list[list[list[int]]]  # of prompts, one after the other
 Run = Callable[[Batches, dict[str, Any]], dict[str, Any]]
-Marks = list[tuple[float, float]]  # what `clocks` told, at one time after the other
+Marks = list[tuple[float, float]]  # what `clocks` returned, at one time after the other
 UNEVEN_STEPS = 3  # of the prompts, and the first ones after them
 
 

@@ -22,7 +22,7 @@ from benchmarks.architectures.table import DOCUMENT, MEASURED, document, read
 from benchmarks.common import inspect_models_here
 
 LONGEST = 180  # seconds that an architecture may take
-TOLD = (
+SHOWN = (
     "equal",
     "tied",
     "worst",
@@ -73,8 +73,8 @@ def _measure(architectures: list[Architecture], known: dict[str, dict[str, Any]]
             with tempfile.TemporaryDirectory() as scratch:
                 row["speculation"] = _forked("measure_speculation", architecture, Path(scratch))
         _keep(row)
-        told = {key: row[key] for key in TOLD if key in row}
-        print(f"{number}/{len(architectures)} {architecture.name}: {row['outcome']} {told}", flush=True)
+        shown = {key: row[key] for key in SHOWN if key in row}
+        print(f"{number}/{len(architectures)} {architecture.name}: {row['outcome']} {shown}", flush=True)
 
 
 def _in_its_own_process(architecture: Architecture) -> dict[str, Any]:

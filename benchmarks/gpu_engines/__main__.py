@@ -133,7 +133,7 @@ class Measurement:
             "tiny": ("rehearsed", args.rehearse),
             "some": ("some cases alone", bool(args.only)),  # which take the place of no table of all
         }
-        also = {key: told for key, (told, is_so) in ways.items() if is_so}
+        also = {key: title for key, (title, is_so) in ways.items() if is_so}
         name = "_".join(["gpu", kind.__name__.rpartition(".")[-1], *also])
         note = kind.NOTE + (f"; not run, for want of time: {', '.join(left_out)}" if left_out else "")
         return name, ", ".join([kind.TITLE, *also.values()]), kind.COLUMNS, self._rows[kind], note, args.out

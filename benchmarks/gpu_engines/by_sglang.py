@@ -72,9 +72,9 @@ def running(cases: Sequence[Case], _: argparse.Namespace) -> Iterator[str]:
 
 def rows(folder: str, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
     """Rows of `COLUMNS`."""
-    told = map(json.dumps, (case._asdict(), args.repeats, VOCAB_SIZE, MAX_LENGTH))
+    arguments = map(json.dumps, (case._asdict(), args.repeats, VOCAB_SIZE, MAX_LENGTH))
     found = subprocess.run(
-        [sys.executable, "-c", COMMAND, folder, *told], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", COMMAND, folder, *arguments], stdout=subprocess.PIPE, text=True, check=True
     )
     for kind, ms in zip((COMPUTED, CACHED), json.loads(found.stdout.strip().splitlines()[-1]), strict=True):
         yield case.label, kind, ms

@@ -160,18 +160,18 @@ def examples(rollouts: list[Rollout], lines: Iterable[int] = range(NUM_LINES)) -
 @torch.inference_mode()
 def accuracies(network: torch.nn.Sequential, rollouts: list[Rollout]) -> dict[str, dict[str, float]]:
     """By line: how often the network guesses the end right, how often "unsolved" does, and the area under ROC."""
-    told = {}
+    report = {}
     for line in range(NUM_LINES):
         seen, are_right = examples(rollouts, [line])
         values, right = network(seen).squeeze(-1), are_right.bool()
         better = (values[right][:, None] - values[~right][None]).sign()
-        told[f"line {line + 1}"] = {
+        report[f"line {line + 1}"] = {
             "partial answers": len(seen),
             "accuracy": round(((values > 0) == right).float().mean().item(), 3),
             "accuracy of always unsolved": round((~right).float().mean().item(), 3),
             "area under ROC": round((better.mean().item() + 1) / 2, 3),
         }
-    return told
+    return report
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

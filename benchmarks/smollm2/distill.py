@@ -57,9 +57,9 @@ def main() -> None:
     train(draft, target, rows[HELD_OUT_ROWS:], states[HELD_OUT_ROWS:], vocabulary, args.epochs)
     measured = agreement(draft, target, rows[:HELD_OUT_ROWS], states[:HELD_OUT_ROWS], vocabulary)
     save_layers(draft, vocabulary, args.out)
-    told = {"tokens": rows.numel(), "epochs": args.epochs, "draft_vocab_size": len(vocabulary), **measured}
-    (args.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
-    print(f"{args.out / LAYERS}: {told}")
+    report = {"tokens": rows.numel(), "epochs": args.epochs, "draft_vocab_size": len(vocabulary), **measured}
+    (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{args.out / LAYERS}: {report}")
 
 
 def _kept(path: Path, target: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:

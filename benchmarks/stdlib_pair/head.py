@@ -206,10 +206,10 @@ def main() -> None:
     head = load_head(target, args.out)
     with torch.inference_mode():
         same = torch.tensor([loss_of(head, batch)[1] for batch in held_out_rows.split(BATCH)]).mean(0).tolist()
-    told = {"parameters": sum(weight.numel() for weight in head.parameters()), "steps": sum(CYCLES)}
-    told |= {"same_best_token_held_out": [round(share, 3) for share in same]}
-    (args.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
-    print(told)
+    report = {"parameters": sum(weight.numel() for weight in head.parameters()), "steps": sum(CYCLES)}
+    report |= {"same_best_token_held_out": [round(share, 3) for share in same]}
+    (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(report)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ def measure(bench: Bench, times: int) -> Measured:
 
     def add(llm: Any, begin: Sequence[Any], width: int, options: dict[str, Any], num_layers: int | None) -> None:
         base, own = in_turn(llm, prompts, [reference, sampled_params(width, num_tokens, options)], 1)
-        told: tuple[Any, ...] = (width, "", "", 1.0)
+        measured: tuple[Any, ...] = (width, "", "", 1.0)
         if num_layers is not None:
             counts = total_counts(own.outputs)
             expected = expected_steps(own.layers.acceptance, num_layers)
-            told = counts.mean_width, own.layers.acceptance, expected, counts.steps_per_forward
+            measured = counts.mean_width, own.layers.acceptance, expected, counts.steps_per_forward
         quality = statistics.fmean(own.log_probability)
-        rows.append([*begin, *told, median_ratio(base.seconds, own.seconds), quality, ""])
+        rows.append([*begin, *measured, median_ratio(base.seconds, own.seconds), quality, ""])
 
     for number, (layers, settings) in enumerate(grid(setting)):
         llm = bench.engine_with_draft(layers, variant=models.deeper(times))

@@ -17,7 +17,7 @@ from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.puzzle.countdown import COUNT, Puzzle, is_solved, puzzles
 from benchmarks.puzzle.value import ValueScorer
-from benchmarks.tables.tasks import told
+from benchmarks.tables.tasks import comparison_cells
 from vllm_trie import StepCandidate, beam_params
 
 EVEN, GREEDY = "even", "greedy"
@@ -106,7 +106,7 @@ def measure(bench: Bench, budget: int) -> Measured:
     for name, of in found.items():
         tokens, times = of.num_tokens / len(given), of.num_tokens / found[base].num_tokens
         kv = "" if of.kv_tokens is None else of.kv_tokens
-        rows.append((budget, name, *told(solved[name], solved[base], name == base), tokens, times, kv))
+        rows.append((budget, name, *comparison_cells(solved[name], solved[base], name == base), tokens, times, kv))
     return Measured(rows, {f"solved, {name}": list(map(float, of)) for name, of in solved.items()})
 
 

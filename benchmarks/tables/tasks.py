@@ -167,11 +167,13 @@ def measure(bench: Bench, set_name: str) -> Measured:
         best = [output.outputs[0] for output in generate(llm, texts, params)]
         scores[name] = kind.scores(tasks, [answer.text for answer in best])
         mean = statistics.fmean(answer.cumulative_logprob / len(answer.token_ids) for answer in best)
-        rows.append((set_name, kind.metric, name, *told(scores[name], scores[GREEDY], name == GREEDY), mean))
+        rows.append(
+            (set_name, kind.metric, name, *comparison_cells(scores[name], scores[GREEDY], name == GREEDY), mean)
+        )
     return Measured(rows, {f"scores, {name}": list(map(float, found)) for name, found in scores.items()})
 
 
-def told(scores: Sequence[float], by_greedy: Sequence[float], is_greedy: bool) -> Cell:
+def comparison_cells(scores: Sequence[float], by_greedy: Sequence[float], is_greedy: bool) -> Cell:
     """The score in percent with its interval, of how many tasks; those that either search does better; the test's p."""
     mean, low, high = (100 * bound for bound in _interval(scores))
     shown = f"{mean:.1f} ({low:.1f}–{high:.1f})" if low == low else f"{mean:.1f}"

@@ -105,11 +105,11 @@ async def replace(urls: Sequence[str], catalog: str, file: str, seconds: float =
         async with httpx.AsyncClient(base_url=url, timeout=seconds) as http:
             return await post(http, f"/v1/catalogs/{catalog}", {"file": file})
 
-    told = await asyncio.gather(*map(tell, urls))
-    if len({one["digest"] for one in told}) > 1:
-        digests = ", ".join(f"{url}: {one['digest']}" for url, one in zip(urls, told, strict=True))
+    versions = await asyncio.gather(*map(tell, urls))
+    if len({one["digest"] for one in versions}) > 1:
+        digests = ", ".join(f"{url}: {one['digest']}" for url, one in zip(urls, versions, strict=True))
         raise RetrievalError(f"{file} differs between servers, which have taken it: {digests}")
-    return told[0]
+    return versions[0]
 
 
 async def post(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +149,8 @@ async def main(arguments: argparse.Namespace) -> None:
     if arguments.replace_by is None:
         await ask(arguments)
     else:
-        told = await replace(arguments.url, arguments.catalog, arguments.replace_by)
-        print(f"  {told['name']}: {told['items']:,} items, digest {told['digest']}")
+        version = await replace(arguments.url, arguments.catalog, arguments.replace_by)
+        print(f"  {version['name']}: {version['items']:,} items, digest {version['digest']}")
 
 
 if __name__ == "__main__":

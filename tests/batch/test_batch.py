@@ -113,16 +113,16 @@ def test_the_output_of_another_job_is_left_alone(tmp_path: Path, line: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("searched", "told"),
+    ("searched", "message"),
     [
         ({"beam_width": 8, "min_tokens": 1}, "beam_width=8 instead of 4, min_tokens=1 instead of 2"),
         ({"prune_relative": 0.1}, "prune_relative=0.1 instead of None"),
     ],
 )
-def test_answers_of_another_search_are_not_gone_on_with(tmp_path: Path, searched: dict[str, Any], told: str) -> None:
+def test_answers_of_another_search_are_not_gone_on_with(tmp_path: Path, searched: dict[str, Any], message: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(line_of(1, "a") + line_of("x", "b", **searched))
-    refusal = pytest.raises(JobError, match=re.escape(f"line 2 was searched with {told}; name another --output"))
+    refusal = pytest.raises(JobError, match=re.escape(f"line 2 was searched with {message}; name another --output"))
     with refusal, open_job_output(path, PROMPTS, ASKED):
         pass
 
@@ -279,9 +279,9 @@ def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.Mo
         ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     )
     assert [*job_lines(job, [JobPrompt(1, "x")])] == []
-    told, stock = (
+    pickled, stock = (
         [op.name for op, *_ in pickletools.genops(pickle.dumps(sanitize_for_struct(arguments))) if "GLOBAL" in op.name]
         for arguments in (asked["fn_constructor_args"], job.engine_args)
     )
-    assert told == []
-    assert stock, "engine arguments themselves are not told as texts alone"
+    assert pickled == []
+    assert stock, "engine arguments themselves are not pickled as texts alone"

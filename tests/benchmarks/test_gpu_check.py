@@ -75,8 +75,8 @@ def checked(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are not kept."""
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are not written."""
     monkeypatch.setattr(gpu_check, "tell", lambda *_: None)
     monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
 

@@ -1,4 +1,4 @@
-"""The load on a retrieval service: who asks when, what of it is told, and the table beside its peers."""
+"""The load on a retrieval service: who asks when, what is reported, and the table beside its peers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ([], "one of the arguments --rate --clients is required"),
         (["--rate", "0"], "'0' is no number above 0"),
@@ -107,15 +107,15 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
         (["--rate", "1", "--search-options", "[1"], "'[1' is no JSON object"),
     ],
 )
-def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arrivals.main(options)
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "told"), [(["--input", "none.jsonl"], "No such file"), ([], "does not answer")])
-def test_no_file_and_no_server_end_in_a_sentence(options: list[str], told: str) -> None:
-    with pytest.raises(SystemExit, match=told):
+@pytest.mark.parametrize(("options", "message"), [(["--input", "none.jsonl"], "No such file"), ([], "does not answer")])
+def test_no_file_and_no_server_end_in_a_sentence(options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
         arrivals.main(["--url", "http://127.0.0.1:1", "--rate", "1", *options])
 
 

@@ -130,9 +130,9 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Cal
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    status, told = process.wait(120), log.read_text()
-    assert status == 130, told[-3000:]
-    assert "goes on from there" in " ".join(told.split())  # lines end where the terminal does
+    status, printed = process.wait(120), log.read_text()
+    assert status == 130, printed[-3000:]
+    assert "goes on from there" in " ".join(printed.split())  # lines end where the terminal does
     kept = rows_of(tmp_path, "memory")
     assert kept
     assert len(kept) < 4
@@ -143,7 +143,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Cal
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--only", "memry"], "invalid choice: 'memry'"),
         (["--widths", "0"], "'0' is not a whole number >= 1"),
@@ -156,14 +156,14 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Cal
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
-def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(options)
-    assert told in f"{refused.value}{capsys.readouterr().err}"
+    assert message in f"{refused.value}{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             ["--only", "memory", "energy", "--kv-cache-gib", "0.008", "--widths", "20"],
@@ -173,12 +173,12 @@ def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.C
     ],
 )
 def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
-    options: list[str], told: str, tmp_path: Path, here: Callable[..., str]
+    options: list[str], message: str, tmp_path: Path, here: Callable[..., str]
 ) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "def one():"}\n')
     options = [str(few) if option == few.name else option for option in options]
-    assert told in " ".join(here(["--size", "minimal", "--out", str(tmp_path), *options], status=1).split())
+    assert message in " ".join(here(["--size", "minimal", "--out", str(tmp_path), *options], status=1).split())
     assert rows_of(tmp_path, "energy")
 
 

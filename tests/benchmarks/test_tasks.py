@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.metrics import boxed, exact_match, number_of, rouge_l
 from benchmarks.sandbox import succeeds, which_succeed
 from benchmarks.tables.tasks import (
+    comparison_cells,
     discordant,
     first_lines_match,
     functions_pass,
@@ -20,7 +21,6 @@ from benchmarks.tables.tasks import (
     problems_are_solved,
     summaries,
     sums_are_right,
-    told,
 )
 from tests.support.engine import Engines
 
@@ -91,15 +91,15 @@ def test_mcnemars_test_counts_what_one_search_alone_solves() -> None:
     assert mcnemar(3, 1) == pytest.approx(2 * (1 + 4) / 2**4)
     assert mcnemar(0, 0) == 1
     assert mcnemar(8, 0) == pytest.approx(2 / 2**8)
-    assert told(ours, greedy, is_greedy=False) == ("80.0 (37.6–96.4)", 5, 3, 1, "0.625")
-    assert told(greedy, greedy, is_greedy=True)[1:] == (5, "", "", "")
+    assert comparison_cells(ours, greedy, is_greedy=False) == ("80.0 (37.6–96.4)", 5, 3, 1, "0.625")
+    assert comparison_cells(greedy, greedy, is_greedy=True)[1:] == (5, "", "", "")
 
 
 def test_scores_that_are_no_yes_or_no_have_students_interval_and_the_sign_test() -> None:
     ours, greedy = [0.5, 0.25, 0.75, 0.5], [0.25, 0.25, 0.5, 0.75]
     assert discordant(ours, greedy) == (2, 1)
     # mean 0.5, standard error 0.2041 / 2, t(0.975, 3) = 3.1824
-    assert told(ours, greedy, is_greedy=False) == ("50.0 (17.5–82.5)", 4, 2, 1, "1.000")
+    assert comparison_cells(ours, greedy, is_greedy=False) == ("50.0 (17.5–82.5)", 4, 2, 1, "1.000")
 
 
 @pytest.mark.parametrize(

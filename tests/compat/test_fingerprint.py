@@ -434,8 +434,8 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
     version = installed_vllm().version
     count = len(json.loads(vllm_record(version).read_text())["pieces"])
     assert run(monkeypatch, "--against", path()) == 0
-    assert f"vLLM {version} against the record of {version}:\n" in (told := capsys.readouterr().out)
-    assert told.endswith(f"0 refused, 0 changed, {count} same\n")
+    assert f"vLLM {version} against the record of {version}:\n" in (printed := capsys.readouterr().out)
+    assert printed.endswith(f"0 refused, 0 changed, {count} same\n")
 
     other.edit(SCHEDULER, "request.num_preemptions += 1", "request.num_preemptions += 2")
     assert run(monkeypatch, "--against", path()) == 0
@@ -447,10 +447,10 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
 
     other.edit(KV_CACHE, "def cache_blocks", "def store_blocks")
     assert run(monkeypatch, "--against", path(), "--diff") == 1
-    told = capsys.readouterr().out
-    assert f"1 refused, 1 changed, {count - 2} same\n" in told
-    assert "  refused vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks is gone\n" in told
-    shown = told.splitlines()
+    printed = capsys.readouterr().out
+    assert f"1 refused, 1 changed, {count - 2} same\n" in printed
+    assert "  refused vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks is gone\n" in printed
+    shown = printed.splitlines()
     assert "-    request.num_preemptions += 1" in shown
     assert "+    request.num_preemptions += 2" in shown
     assert "-def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:" in shown
@@ -484,9 +484,9 @@ def test_a_version_without_a_record_is_compared_with_the_installed_one_and_can_b
     monkeypatch.setattr(fingerprint, "RECORDS", tmp_path / "patches")
     other.file("vllm._version").write_text("__version__ = version = '0.99.1'\n")
     assert run(monkeypatch, "--against", other.folder) == 0
-    told = capsys.readouterr().out
-    assert f"vLLM 0.99.1 against the installed {installed_vllm().version}:" in told
-    assert "  engines refuse every 0.99, which is not supported\n" in told
+    printed = capsys.readouterr().out
+    assert f"vLLM 0.99.1 against the installed {installed_vllm().version}:" in printed
+    assert "  engines refuse every 0.99, which is not supported\n" in printed
     assert run(monkeypatch, "--record", "--against", other.folder) == 0
     assert (tmp_path / "patches" / "0.99" / "touched.json").exists()
     assert run(monkeypatch, "--against", other.folder) == 0

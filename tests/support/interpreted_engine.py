@@ -1,7 +1,7 @@
 """An engine whose kernels, vLLM's and ours, are interpreted: what it finds, and which variants of them it comes to.
 
 `served` is to be called in a process of `Interpreter`. There kernels do the work as on a GPU, but for attention, and
-launches are told apart as Triton does it, which compiles a kernel anew for other constants, types, strides and
+launches are distinguished as by Triton, which compiles a kernel anew for other constants, types, strides and
 alignments.
 """
 
@@ -35,7 +35,7 @@ MAX_TOKENS = 5
 NOT_RUN = ["_apply_grammar_bitmask_kernel", "_topk_topp_kernel"]  # which the interpreter cannot; nobody reads of them
 
 Variants = defaultdict[str, set[object]]  # by kernel
-told_apart = cache(variants_of)
+cached_variants = cache(variants_of)
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def noted(variants: Variants, runs: bool) -> Iterator[None]:
     run = InterpretedFunction.run
 
     def run_noted(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        variants[f"{kernel.fn.__module__}:{kernel.fn.__name__}"].add(told_apart(kernel)(*args, **options))
+        variants[f"{kernel.fn.__module__}:{kernel.fn.__name__}"].add(cached_variants(kernel)(*args, **options))
         if runs and kernel.fn.__name__ not in NOT_RUN:
             run(kernel, *args, grid=grid, warmup=warmup, **options)
 

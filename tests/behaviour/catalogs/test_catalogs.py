@@ -195,8 +195,8 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     params = beam_params(4, n=4, catalog="items", max_tokens=6)
     core.add_request("before", {"prompt_token_ids": prompt}, params.clone())
     core.step()
-    told = load_catalog(engine.llm, "items", "newer.catalog")
-    assert (told["name"], told["items"]) == ("items", 70)
+    reply = load_catalog(engine.llm, "items", "newer.catalog")
+    assert (reply["name"], reply["items"]) == ("items", 70)
     core.add_request("after", {"prompt_token_ids": prompt}, params.clone())
     found: dict[str, list[Item]] = {}
     while core.has_unfinished_requests():
@@ -206,7 +206,7 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert {*found["after"]} <= {*new}
     engine.generate([prompt], params)  # the step in which workers forget the old one
     tries = engine.runner.catalogs.tries
-    assert [*tries] == [told["digest"]]
+    assert [*tries] == [reply["digest"]]
     (tmp_path / "astray.catalog").write_bytes(leading_astray())
     for name, file, why in (
         ("items", "astray.catalog", "astray.catalog is not a trie: not every node is a child; build it again"),

@@ -211,8 +211,8 @@ def test_a_new_version_of_a_list_is_taken_and_a_search_under_way_keeps_the_old_o
     params = beam_params(60, n=60, catalog="items", exclude_list="blocked", max_tokens=6)
     core.add_request("before", {"prompt_token_ids": prompt}, params.clone())
     core.step()
-    told = load_item_list(engine.llm, "blocked", "newer.txt")
-    assert told == {"name": "blocked", "items": len(new), "digest": item_list_digest(np.array(sorted(new)))}
+    reply = load_item_list(engine.llm, "blocked", "newer.txt")
+    assert reply == {"name": "blocked", "items": len(new), "digest": item_list_digest(np.array(sorted(new)))}
     core.add_request("after", {"prompt_token_ids": prompt}, params.clone())
     own = beam_params(60, n=60, catalog="items", exclude_list="blocked", exclude_items=old[:9], max_tokens=6)
     core.add_request("both", {"prompt_token_ids": prompt}, own)

@@ -108,12 +108,12 @@ def test_load_balancers_hear_of_every_request_that_ends(engines: Engines) -> Non
     engine = engines(TRAINED_TARGET)
     core, scheduler = engine.llm.llm_engine, engine.scheduler
     scheduler.finished_req_ids_dict = defaultdict(set)  # as with data parallelism
-    told, update = set[str](), scheduler.update_from_output
+    finished, update = set[str](), scheduler.update_from_output
 
     def listening(*args: Any) -> Any:
         outputs = update(*args)
         for of_client in outputs.values():
-            told.update(of_client.finished_requests or ())
+            finished.update(of_client.finished_requests or ())
         return outputs
 
     scheduler.update_from_output = listening
@@ -123,7 +123,7 @@ def test_load_balancers_hear_of_every_request_that_ends(engines: Engines) -> Non
             core.step()
         core.abort_request(["gone"])
         step_until(engine, {"other": (PROMPTS[1], beam_params(2, n=2, max_tokens=4))}, "other")
-        assert sorted(request_id.rpartition("-")[0] for request_id in told) == ["gone", "other"]
+        assert sorted(request_id.rpartition("-")[0] for request_id in finished) == ["gone", "other"]
     finally:
         scheduler.finished_req_ids_dict = None
         del scheduler.update_from_output

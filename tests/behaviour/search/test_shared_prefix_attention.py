@@ -197,11 +197,11 @@ def test_a_model_none_of_whose_layers_can_is_refused(
     random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_backend, "is_decoder_attention", lambda _: False)
-    told = (
+    message = (
         r'shared_prefix_attention="on" is not possible: trie_beam has no kernel for the attention of any layer of '
         r'this model \(2 by CPU_ATTN\); use "auto"'
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         Engine(random_model("gqa"), **option("on"))
 
 

@@ -163,9 +163,9 @@ def test_streams_tell_the_item_that_they_end_with(engine: Engine, kind: RequestO
     expected = run(engine, jobs)
     parts = run_streams(engine, jobs, kind=kind)
     assert max(map(len, parts)) > 2
-    told = [of_one[-1].kv_transfer_params["trie_beam"]["item_ids"] for of_one in parts]
-    assert told == [output.kv_transfer_params["trie_beam"]["item_ids"] for output in expected]
-    assert {id for ids in told[::4] for id in ids} <= {0, 1}
+    item_ids = [of_one[-1].kv_transfer_params["trie_beam"]["item_ids"] for of_one in parts]
+    assert item_ids == [output.kv_transfer_params["trie_beam"]["item_ids"] for output in expected]
+    assert {id for ids in item_ids[::4] for id in ids} <= {0, 1}
 
 
 @pytest.mark.parametrize("num_items", [1, 2])

@@ -211,9 +211,9 @@ def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lin
         beam_params(2, n=2, max_tokens=20, speculation="sample", threshold=0.7, seed=1),
         beam_params(3, n=3, max_tokens=9, speculation="sample", memory_mode=True, seed=2),
     ]
-    told = [one.kv_transfer_params["trie_beam"] for one in speculating.generate([PROMPT] * 3, params)]
+    answers = [one.kv_transfer_params["trie_beam"] for one in speculating.generate([PROMPT] * 3, params)]
     metrics = metrics_of(speculating)
-    assert {name: metrics[name] for name in names} == {name: sum(one[name] for one in told) for name in names}
+    assert {name: metrics[name] for name in names} == {name: sum(one[name] for one in answers) for name in names}
     assert metrics["steps"] > metrics["target_forwards"]
     assert metrics["drafted"] > metrics["accepted"] > 0
     speculating.llm.llm_engine.do_log_stats()

@@ -51,8 +51,8 @@ def test_the_least_of_use_is_given_and_nothing_less(
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
         outputs = [run(engine, [(prompt, params.clone())])[0] for prompt, params in jobs]
-        told = [output.kv_transfer_params["trie_beam"] for output in outputs]
-        return num_budgets, sum(one["steps"] - one["target_forwards"] for one in told)
+        answers = [output.kv_transfer_params["trie_beam"] for output in outputs]
+        return num_budgets, sum(one["steps"] - one["target_forwards"] for one in answers)
 
     num_budgets, num_saved = searched(tokens)
     assert num_budgets > 0

@@ -124,4 +124,4 @@ def test_logprobs_report_each_sampled_token_and_its_rank(engine: Engine, prompts
             assert o.cumulative_logprob == pytest.approx(own, abs=SCORE_TOLERANCE)
     assert max(ranks) > 2 * WIDTH, "something must be sampled that no search would rank"
     (without,) = search(engine, prompts[:1], **mode)
-    assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **mode)), "to be told changes no draw"
+    assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **mode)), "reports change no sample"

@@ -96,18 +96,18 @@ class Marking:
 
 
 def preprocessed(serving: Any, asked: TranscriptionRequest) -> tuple[list[Any], str | None]:
-    """The decoder's prompts of a recording of two parts, and what vLLM was told of what was said before."""
-    told = None
+    """The decoder's prompts of a recording of two parts, and the prompt that vLLM got."""
+    prompt = None
 
     async def original(self: Any, request: TranscriptionRequest) -> Any:
-        nonlocal told
-        told = request.prompt
+        nonlocal prompt
+        prompt = request.prompt
         parts = [{"type": "enc_dec", "decoder_prompt": {"prompt_token_ids": PROMPT}} for _ in range(2)]
         return parts, 34.0, [0.0, 30.0]
 
     parts, _, _ = asyncio.run(speech.preprocess_speech.function(original, serving, asked))
     assert asked.prompt in ("1 2 <|en|> 3", LONG)
-    return [part["decoder_prompt"]["prompt_token_ids"] for part in parts], told
+    return [part["decoder_prompt"]["prompt_token_ids"] for part in parts], prompt
 
 
 LONG = " ".join(map(str, range(200)))

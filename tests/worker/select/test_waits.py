@@ -142,10 +142,10 @@ class Waiting:
     """In the place of what waits for the device: notes whether vLLM is told of it."""
 
     def __init__(self) -> None:
-        self.told: list[bool] = []
+        self.are_announced: list[bool] = []
 
     def __call__(self, *_: Any) -> dict[str, Any]:
-        self.told.append(gpu_sync_debug._allow_depth.get() > 0)
+        self.are_announced.append(gpu_sync_debug._allow_depth.get() > 0)
         return {}
 
 
@@ -173,7 +173,7 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     output = SchedulerOutput.make_empty()
     attach_group_messages(output, {}, CatalogChanges())
     runner.execute_model(output)
-    assert waiting.told == [True] * 3
+    assert waiting.are_announced == [True] * 3
 
 
 def test_a_look_at_the_device_would_be_seen() -> None:

@@ -100,8 +100,8 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     runner.device = torch.device("cuda")
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)
-    told: list[BeamModelRunner] = []
-    monkeypatch.setattr(layer_bytes, "tell_measured_layer_bytes", told.append)
+    informed: list[BeamModelRunner] = []
+    monkeypatch.setattr(layer_bytes, "tell_measured_layer_bytes", informed.append)
     runner.initialize_kv_cache(None, is_profiling=True)
-    assert told == [runner], "builders know how large layers are"
+    assert informed == [runner], "builders know how large layers are"
     assert dispatched(graphs, 3).cg_mode == CUDAGraphMode.FULL

@@ -245,24 +245,24 @@ def test_the_log_says_how_many_more_are_captured(said: list[str]) -> None:
 
 
 def test_builders_are_told_of_shared_steps_alone_when_their_graphs_are_captured() -> None:
-    builder, told_at = builder_of(), list[Any]()
+    builder, events = builder_of(), list[Any]()
     runner = runner_of(builder, max_num_seqs=64)
     capture_shared_step_graphs(runner)
-    builder.announce = lambda groups: told_at.append((groups, "announced"))
+    builder.announce = lambda groups: events.append((groups, "announced"))
 
     def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-        told_at.append(desc)
+        events.append(desc)
         return lambda _: None
 
     manager, after = runner.cudagraph_manager, ((), "announced")
     with recorded_graphs():
         super(ModelCudaGraphManager, manager).capture(create)
-    full = [graph for graph in told_at if graph != after and graph.cg_mode == CUDAGraphMode.FULL]
+    full = [graph for graph in events if graph != after and graph.cg_mode == CUDAGraphMode.FULL]
     assert len(full) == 2 * len(manager.graphs)
-    for ahead, graph in zip([None, *told_at], told_at, strict=False):
+    for ahead, graph in zip([None, *events], events, strict=False):
         if graph != after:
             assert (ahead == after) == (graph.uniform_token_count == SHARES_BLOCKS)
-    assert told_at.count(after) == 2 * len(captured(runner))
+    assert events.count(after) == 2 * len(captured(runner))
 
 
 def test_runners_ask_for_them_where_all_layers_are_in_them() -> None:

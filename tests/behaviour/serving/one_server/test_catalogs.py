@@ -78,9 +78,9 @@ def test_a_list_of_items_is_excluded_and_replaced(server: Server) -> None:
         refusal = replace(name, file)
         assert (refusal.status_code, why in refusal.text) == (400, True), refusal.text
     try:
-        told = replace("blocked", "newer.txt").json()
-        assert (told["items"], told["digest"]) == (2, item_list_digest(np.array([1, 2])))
-        assert server.http.get("/v1/exclude").json() == [told]
+        reply = replace("blocked", "newer.txt").json()
+        assert (reply["items"], reply["digest"]) == (2, item_list_digest(np.array([1, 2])))
+        assert server.http.get("/v1/exclude").json() == [reply]
         found = complete(server, 5, catalog="lines", exclude_list="blocked", exclude_items="[3]")
         assert sorted(filter(None, found)) == without(1, 2, 3)
     finally:
@@ -115,9 +115,9 @@ def test_a_new_version_is_taken_and_counted(server: Server) -> None:
     assert load(server, "books", file="newer.catalog").status_code == 400
     assert load(server, "lines", path="newer.catalog").status_code in (400, 422)  # vLLM's own answer to a wrong body
     try:
-        told = load(server, "lines", file="newer.catalog").json()
-        assert told["items"] == len(NEWER)
-        assert server.http.get("/v1/catalogs").json() == [told]
+        reply = load(server, "lines", file="newer.catalog").json()
+        assert reply["items"] == len(NEWER)
+        assert server.http.get("/v1/catalogs").json() == [reply]
         assert sorted(complete(server, 3, catalog="lines")) == sorted(NEWER)
         assert server.gauge("vllm:trie_beam_catalog_loads_total") == loads + 1
         assert server.gauge("vllm:trie_beam_catalog_bytes") > 0

@@ -54,8 +54,8 @@ def test_data_parallel_engines_get_whole_groups(parallel: Server, server: Server
 def test_a_catalog_is_refused_where_engines_have_none(parallel: Server) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         complete(parallel, **beams(4, catalog="x"))
-    told = 'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM'
-    assert told in refusal.value.message
+    message = 'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM'
+    assert message in refusal.value.message
 
 
 def test_speculation_is_asked_for_over_http(parallel: Server) -> None:

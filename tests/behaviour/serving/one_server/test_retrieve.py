@@ -119,9 +119,9 @@ def test_every_answer_is_wholly_of_one_version_while_versions_change(server: Ser
 
 @pytest.mark.usefixtures("versions", "restored")
 def test_all_servers_take_a_version_and_it_is_told(server: Server) -> None:
-    told = asyncio.run(replace([server.url, server.url], "lines", "even.catalog"))
-    assert (told["name"], told["items"]) == ("lines", NUM_ITEMS)
-    assert server.http.get("/v1/catalogs").json() == [told]
+    reply = asyncio.run(replace([server.url, server.url], "lines", "even.catalog"))
+    assert (reply["name"], reply["items"]) == ("lines", NUM_ITEMS)
+    assert server.http.get("/v1/catalogs").json() == [reply]
     assert sorted(find(server, width=WIDTH).item_ids) == [*VERSIONS["even.catalog"]]
 
 
