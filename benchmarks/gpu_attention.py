@@ -45,7 +45,7 @@ SETTING = (
     f"{BLOCK_SIZE}, {OWN_TOKENS} tokens of each row's own"
 )
 NOTE = (
-    f"{SETTING}; our kernels row by row are told that nothing is shared; FlashAttention in two calls: what rows "
+    f"{SETTING}; our kernels row by row assume that nothing is shared; FlashAttention in two calls: what rows "
     "share, and what comes after it, merged"
 )
 SCORINGS: dict[str, dict[str, Any]] = {"plain": {}, "soft cap": {"soft_cap": 5.0}, "sinks": {"has_sinks": True}}

@@ -208,7 +208,7 @@ def measured(shape: Shape, sizes: Sizes, device: torch.device) -> tuple[Any, ...
     step = DeviceStep(shape, sizes, device)
     check(step, DeviceStep(shape, sizes, HOST))
     replay = check_graph(step)
-    name = f"{shape.width} x {shape.num_groups}{' beside others' if shape.num_ordinary else ''}"
+    name = f"{shape.width} x {shape.num_groups}{' in a batch with others' if shape.num_ordinary else ''}"
     if device.type != "cuda":
         return (shape.search, name, *["-"] * (len(COLUMNS) - 2))
 

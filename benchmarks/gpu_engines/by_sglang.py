@@ -18,7 +18,7 @@ from benchmarks.gpu_engines.options import CACHED, COMPUTED, MAX_LENGTH, VOCAB_S
 
 TITLE = "SGLang's beams"
 COLUMNS = ("case", "prompt", "ms")
-NOTE = "as the table of beams beside samples has it, by SGLang, on the open vocabulary"
+NOTE = "as the table of beams compared with samples has it, by SGLang, on the open vocabulary"
 COMMAND = """
 import json, random, statistics, sys, time
 import sglang

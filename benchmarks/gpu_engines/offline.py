@@ -19,14 +19,14 @@ from benchmarks.gpu_engines.published import NOTHING, Published
 MOST_SECONDS = 5  # of a case and a kind of prompts, after the first round
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 ARRAYS, OUTPUTS, SAMPLING = "arrays", "n outputs", "sampling"
-TITLE = "Beams beside samples"
+TITLE = "Beams compared with samples"
 COLUMNS = ("case", "prompt", "answer", "ms", "tokens of rows per second", "times sampling", *published.COLUMNS)
 NOTE = (
     "bfloat16, weights without content, CUDA graphs; catalogs: renormalised; "
     "prompt: computed for each call, or in the prefix cache; ms: a "
     "call of LLM.generate, the median, in turn with sampling: n requests of temperature 1 in place of n beams; of "
     "drafts hardly any is accepted, so they show what they cost; peers: ms, or requests per second, "
-    f"beside computed prompts, as theirs are; {published.SOURCES}"
+    f"next to computed prompts, as theirs are; {published.SOURCES}"
 )
 
 

@@ -29,7 +29,7 @@ NOTE = (
     f"bfloat16, weights without content, CUDA graphs; {ENDPOINT}, hypotheses as arrays, along a catalog, "
     f"renormalised; {REQUESTS} "
     f"requests of clients that each ask one after the other, {MOST_ROWS} rows at a time; ms: of a request, the median; "
-    "prompt: computed for each request, or in the prefix cache; peers: requests per second, beside computed prompts, "
+    "prompt: computed for each request, or in the prefix cache; peers: requests per second, next to computed prompts, "
     f"as theirs are; {published.SOURCES}"
 )
 

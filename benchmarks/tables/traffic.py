@@ -95,19 +95,19 @@ def _latencies(
 
 
 TABLE = Table(
-    "Ordinary traffic beside beams",
+    "Ordinary traffic in a batch with beams",
     (
         "beams",
         "prompt tokens",
-        "beside an ordinary request runs",
+        "in the same batch",
         "ms to its first token (95 %)",
         "ms per further token (95 %)",
-        "times that beside sampling (95 %)",
+        "times that with sampling (95 %)",
         "n",
         "p",
     ),
     cells,
     measure,
-    f"one ordinary request at a time, greedy, of {SHORT} tokens; behind a prompt that is cached, a search and as many "
-    "samples take turns in running beside it; p: paired t-test of log milliseconds per further token",
+    f"one ordinary request at a time, greedy, of {SHORT} tokens; a search and as many samples, after a cached prompt, "
+    "take turns in the same batch; p: paired t-test of log milliseconds per further token",
 )
