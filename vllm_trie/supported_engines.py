@@ -87,11 +87,16 @@ def model_suppressed_tokens(
     Returns:
         The tokens suppressed everywhere, and those suppressed as the first token.
     """
-    if not model_config.is_encoder_decoder:
+    if not _follows_generation_config(model_config):
         return None
     names, vocab_size = ("suppress_tokens", "begin_suppress_tokens"), model_config.get_vocab_size()
     both = [[token for token in generation_config.get(name) or () if 0 <= token < vocab_size] for name in names]
     return (both[0], both[1]) if any(both) else None
+
+
+def _follows_generation_config(model_config: ModelConfig) -> bool:
+    """Whether searches follow what a generation configuration rules beyond parameters of sampling."""
+    return model_config.is_encoder_decoder and model_config.generation_config != "vllm"
 
 
 def why_model_without_beams(vllm_config: VllmConfig) -> str | None:
