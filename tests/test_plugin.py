@@ -66,15 +66,12 @@ OF_GPUS = (
 OF_CPUS = "worker.cpu_worker", "worker.cpu", "worker.attention.cpu_backend", "worker.attention.compiled"
 OF_FEW = (
     *(f"worker.cpu.{name}" for name in ("draft_inputs", "ngram", "rejection", "cached_states", "mamba")),
-    *("worker.pipeline", "worker.rank_check", "worker.select.amateur"),
+    *("worker.pipeline", "worker.rank_check", "worker.select.amateur", "search.string_matcher"),
     *(
         f"search.strategies.{name}"
         for name in ("joint_sampling", "in_groups", "sampled", "stochastic", "boosted", "own_stops")
     ),
-    *(
-        f"search.{name}"
-        for name in ("constraints.contrast", "constraints.ngrams", "constraints.phrase_boosts", "string_matcher")
-    ),
+    *(f"search.constraints.{name}" for name in ("contrast", "ngrams", "phrase_boosts", "suppression", "timestamps")),
     *(f"entrypoints.requests.{name}" for name in ("catalogs", "grammars", "item_sets", "phrases")),
     *("catalog.catalog", "detokenizing", "trie.encoder_blocks", "trie.traced"),
 )

@@ -50,6 +50,7 @@ class GroupTicketMessage:
     exclusion: dict[str, Any] | None = None  # the fields of a `SentExclusion`
     padding: int | None = None  # the model's padding token, if the search depends on it
     suppressed: tuple[list[int], list[int]] | None = None  # tokens suppressed everywhere, and as the first token
+    timestamps: tuple[int, int, int | None] | None = None  # of the rules of timestamps, see `model_timestamp_rules`
 
     @classmethod
     def of(cls, params: SamplingParams | None) -> GroupTicketMessage | None:

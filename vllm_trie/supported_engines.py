@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,28 @@ def model_suppressed_tokens(
     names, vocab_size = ("suppress_tokens", "begin_suppress_tokens"), model_config.get_vocab_size()
     both = [[token for token in generation_config.get(name) or () if 0 <= token < vocab_size] for name in names]
     return (both[0], both[1]) if any(both) else None
+
+
+def model_timestamp_rules(
+    model_config: ModelConfig, generation_config: Mapping[str, Any], prompt: Sequence[int]
+) -> tuple[int, int, int | None] | None:
+    """What Whisper's rules of timestamps need, as transformers' `generate` reads it; None if they do not apply.
+
+    They apply to encoder-decoder models that have `<|notimestamps|>`, after prompts without it. If the model has
+    several tasks, the prompt must name one: before the task a model names the language, not a timestamp.
+
+    Returns:
+        EOS, `<|notimestamps|>`, and the greatest index of the first timestamp, if there is a bound.
+    """
+    no_timestamps = generation_config.get("no_timestamps_token_id")
+    if not _follows_generation_config(model_config) or no_timestamps is None or no_timestamps in prompt:
+        return None
+    eos = generation_config.get("eos_token_id") or generation_config.get("bos_token_id")
+    if not (isinstance(eos, int) and 0 < eos <= no_timestamps < model_config.get_vocab_size() - 1):
+        return None
+    tasks = (generation_config.get("task_to_id") or {}).values()
+    is_at_task = not tasks or any(task in prompt for task in tasks)
+    return (eos, no_timestamps, generation_config.get("max_initial_timestamp_index")) if is_at_task else None
 
 
 def _follows_generation_config(model_config: ModelConfig) -> bool:

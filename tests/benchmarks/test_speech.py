@@ -14,7 +14,10 @@ from benchmarks.peers.whisper import Hypothesis
 from benchmarks.tables import hearing, speech, word_errors
 from benchmarks.whisper_base import get
 from benchmarks.whisper_base.speech import RATE, SPEAKER, as_wav, clips, speaker_is_here, word_error_rate
+from tests.support.audio import prompt_of, whispers_answer
 from tests.support.engine import Engines
+from tests.support.reference import agree, engine_answers
+from vllm_trie import beam_params
 
 needs_speaker = pytest.mark.skipif(not speaker_is_here(), reason=f"{SPEAKER} is not installed")
 
@@ -92,3 +95,22 @@ def test_speech_is_measured_beside_its_peers_and_hears_what_transformers_hears(
         assert 0 <= row["word error rate"] <= 1
         if row["search"] == speech.CTRANSLATE2:
             assert row["answers as CTranslate2's"] == row["clips"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_speaker
+def test_timestamps_of_speech_are_those_of_whispers_own_generate(engines: Engines, speech_model: Path) -> None:
+    engine = engines(speech_model, max_model_len=256, max_num_batched_tokens=2048)
+    marks = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|0.00|>"]
+    *task, first = engine.llm.get_tokenizer().convert_tokens_to_ids(marks)
+    sound, width, max_tokens = clips(1)[0].sound, 5, 64
+    params = beam_params(width, n=width, max_tokens=max_tokens)
+    (output,) = engine.llm.generate([prompt_of(sound, task)], params, use_tqdm=False)
+    asked = {"return_timestamps": True, "force_unique_generate_call": True}
+    expected = whispers_answer(speech_model, sound, width, max_tokens, **asked)
+    assert agree(engine_answers(output, 1.0)[:1], [expected])
+    timestamps = [token for token in output.outputs[0].token_ids if token >= first]
+    assert timestamps[0] == first
+    assert len(timestamps) % 2 == 0
+    assert timestamps == sorted(timestamps)

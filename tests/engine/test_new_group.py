@@ -20,6 +20,9 @@ from vllm_trie.engine.outputs import engine_answer_output
 from vllm_trie.messages import HYPOTHESES, GroupTicketMessage
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.ngrams import NGramConstraint
+from vllm_trie.search.constraints.suppression import SuppressionConstraint
+from vllm_trie.search.constraints.timestamps import TimestampConstraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step import search_logprobs_of_draft
@@ -106,3 +109,15 @@ def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, rea
         ended = zip(best.token_ids, sent.stop_reasons, strict=True)
         reasons |= {stop for tokens, stop in ended if tokens[-1] == EOS}
     assert reasons == {reason}
+
+
+def test_what_a_model_rules_is_in_the_order_of_transformers_and_sees_the_prompt() -> None:
+    """A token after the task is the first of the hypotheses: what is suppressed as their first token, is no longer."""
+    eos, task, no_timestamps = 10, 12, 20
+    ticket = GroupTicketMessage(4, eos, suppressed=([7], [8]), timestamps=(eos, no_timestamps, 50))
+    params, beam = SamplingParams(max_tokens=MAX_TOKENS), BeamParams(beam_width=4, no_repeat_ngram_size=2)
+    for after_task, at_first in (([], (8,)), ([21], ()), ([21, 5], ())):
+        prompt = [25, 5, task, *after_task]
+        search = new_group(Request("g", prompt, params, None), beam, ticket, 512, False).plan.search
+        timestamps = TimestampConstraint.after(prompt, eos, no_timestamps, 50)
+        assert search.constraints == (NGramConstraint(2), SuppressionConstraint((7,), at_first), timestamps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import wave
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
     WhisperProcessor,
+    WhisperTimeStampLogitsProcessor,
     WhisperTokenizer,
 )
 
@@ -24,19 +26,19 @@ from tests.support.reference import Answer
 
 SAMPLING_RATE = 16_000
 NUM_AUDIO_TOKENS = 50  # that the encoder makes of a second: two blocks of 32, the second partly filled
-SPECIAL = [
-    *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"),
-    "<|0.00|>",  # the first of the timestamps
-]
-EOS, START, ENGLISH, TRANSLATE, TRANSCRIBE, NO_TIMESTAMPS, FIRST_TIMESTAMP = range(256, 256 + len(SPECIAL))
+SPECIAL = "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"
+EOS, START, ENGLISH, TRANSLATE, TRANSCRIBE, NO_TIMESTAMPS = range(256, 256 + len(SPECIAL))
+FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+TIMESTAMPS_PER_SECOND = 50
 PROMPT = [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
 
 
-def make_whisper(folder: Path) -> Path:
-    """Save one whose tokens are words, and Whisper's own marks."""
+def make_whisper(folder: Path, num_timestamps: int = 1, **generation: Any) -> Path:
+    """Save one whose tokens are words, and Whisper's own marks; `generation` is of its generation configuration."""
+    marks = [*SPECIAL, *(f"<|{step / TIMESTAMPS_PER_SECOND:.2f}|>" for step in range(num_timestamps))]
     tokenizer = WhisperTokenizer(vocab={f"Ġw{token}": token for token in range(EOS)}, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
-    assert tokenizer.convert_tokens_to_ids(SPECIAL) == [*range(EOS, FIRST_TIMESTAMP + 1)]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks[1:]})
+    assert tokenizer.convert_tokens_to_ids(marks) == [*range(EOS, EOS + len(marks))]
     ears = WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1)
     config = WhisperConfig(
         vocab_size=len(tokenizer),
@@ -71,6 +73,7 @@ def make_whisper(folder: Path) -> Path:
         is_multilingual=True,
         lang_to_id={"<|en|>": ENGLISH},
         task_to_id={"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+        **generation,
     )
     model.save_pretrained(folder)
     WhisperProcessor(ears, tokenizer).save_pretrained(folder)
@@ -94,26 +97,46 @@ def recording(seed: int, seconds: float = 1.0) -> tuple[bytes, np.ndarray]:
     return file.getvalue(), samples.astype(np.float32) / 32768
 
 
-def prompt_of(heard: np.ndarray) -> dict[str, Any]:
+def prompt_of(heard: np.ndarray, decoder_prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
     """To vLLM."""
     encoder_prompt = {"prompt": "", "multi_modal_data": {"audio": (heard, SAMPLING_RATE)}}
-    return {"encoder_prompt": encoder_prompt, "decoder_prompt": {"prompt_token_ids": PROMPT}}
+    return {"encoder_prompt": encoder_prompt, "decoder_prompt": {"prompt_token_ids": [*decoder_prompt]}}
 
 
-def transformers_answers(model: Path, heard: np.ndarray, width: int, max_tokens: int, **options: Any) -> list[Answer]:
-    """The `width` best hypotheses of transformers' beam search, behind the tokens of `PROMPT`."""
-    prompt = torch.tensor([PROMPT])
-    of_all = {"decoder_input_ids": prompt, "num_return_sequences": width}
+def transformers_answers(
+    model: Path,
+    heard: np.ndarray,
+    width: int,
+    max_tokens: int,
+    prompt: Sequence[int] = PROMPT,
+    *,
+    has_rules_of_timestamps: bool = False,
+    **options: Any,
+) -> list[Answer]:
+    """The `width` best hypotheses of transformers' beam search, behind the tokens of a prompt; one beam has no score.
+
+    Args:
+        has_rules_of_timestamps: Whisper's rules hold, and count tokens from the task on.
+    """
+    assert prompt[0] == START, "transformers would put it before the prompt"
+    of_all = {"decoder_input_ids": torch.tensor([prompt]), "num_return_sequences": width}
     options |= _search(width, max_tokens)
-    return _answers(GenerationMixin.generate(_load(model), _features(model, heard), **of_all, **options))
+    if has_rules_of_timestamps:
+        first = prompt.index(TRANSCRIBE) + 1
+        options["logits_processor"] = [WhisperTimeStampLogitsProcessor(_load(model).generation_config, first)]
+        if first < len(prompt):
+            options["begin_suppress_tokens"] = []
+    output = GenerationMixin.generate(_load(model), _features(model, heard), **of_all, **options)
+    return _answers(model, output, len(prompt))
 
 
 def whispers_answer(
     model: Path, heard: np.ndarray, width: int, max_tokens: int, task: str = "transcribe", **options: Any
 ) -> Answer:
     """What Whisper's own `generate` makes of it, which sets the first tokens itself, and returns the best alone."""
+    num_prompt = len(PROMPT) - bool(options.get("return_timestamps"))
     options |= {**_search(width, max_tokens), "language": "en", "task": task}
-    (answer,) = _answers(_load(model).generate(_features(model, heard), **options))
+    (answer,) = _answers(model, _load(model).generate(_features(model, heard), **options), num_prompt)
     return answer
 
 
@@ -132,11 +155,11 @@ def _features(model: Path, heard: np.ndarray) -> torch.Tensor:
     return extract(heard, sampling_rate=SAMPLING_RATE, return_tensors="pt").input_features
 
 
-def _answers(output: Any) -> list[Answer]:
-    answers = []
-    for tokens, score in zip(output["sequences"].tolist(), output["sequences_scores"].tolist(), strict=True):
-        assert tokens[:2] == PROMPT[:2]
-        generated = tokens[len(PROMPT) :]
-        end = generated.index(EOS) + 1 if EOS in generated else len(generated)
+def _answers(model: Path, output: Any, num_prompt: int) -> list[Answer]:
+    answers, sequences, eos = [], output["sequences"].tolist(), _load(model).generation_config.eos_token_id
+    scores = output["sequences_scores"].tolist() if "sequences_scores" in output else [0.0] * len(sequences)
+    for tokens, score in zip(sequences, scores, strict=True):
+        generated = tokens[num_prompt:]
+        end = generated.index(eos) + 1 if eos in generated else len(generated)
         answers.append(Answer(generated[:end], score))
     return answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from secrets import randbits
 from typing import TYPE_CHECKING
@@ -77,9 +77,7 @@ def new_group(
     others = list[Constraint]()
     if params.no_repeat_ngram_size:
         others.append(search_part_on_demand("constraints.ngrams:NGramConstraint")(params.no_repeat_ngram_size))
-    if ticket.suppressed is not None:
-        suppression = search_part_on_demand("constraints.suppression:SuppressionConstraint")
-        others.append(suppression(*map(tuple, ticket.suppressed)))
+    others += _new_group_model_rules(request, ticket)
     if params.phrase_boosts:
         others.append(search_part_on_demand("constraints.phrase_boosts:PhraseBoostConstraint").of(params.phrase_boosts))
     if params.contrast is not None:
@@ -159,6 +157,21 @@ def new_group_pool(
         return pool
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
     return new_pool(width, penalty, max_length, True if width == 1 else params.early_stopping)
+
+
+def _new_group_model_rules(request: Request, ticket: GroupTicketMessage) -> Iterator[Constraint]:
+    """What the model's generation configuration rules, in transformers' order: suppressed tokens, then timestamps."""
+    timestamps = None
+    if ticket.timestamps is not None:
+        rules = search_part_on_demand("constraints.timestamps:TimestampConstraint")
+        timestamps = rules.after(request.prompt_token_ids or (), *ticket.timestamps)
+    if ticket.suppressed is not None:
+        anywhere, at_first = map(tuple, ticket.suppressed)
+        has_first = timestamps is not None and timestamps.begins  # in the prompt, after the task
+        suppression = search_part_on_demand("constraints.suppression:SuppressionConstraint")
+        yield suppression(anywhere, () if has_first else at_first)
+    if timestamps is not None:
+        yield timestamps
 
 
 def _new_group_pruning(beam: BeamParams, stops: StopConstraints) -> SearchPruning:

@@ -16,9 +16,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 from tests.support.audio import (
+    ENGLISH,
     EOS,
+    FIRST_TIMESTAMP,
+    NO_TIMESTAMPS,
     NUM_AUDIO_TOKENS,
     PROMPT,
+    START,
+    TIMESTAMPS_PER_SECOND,
+    TRANSCRIBE,
     make_whisper,
     prompt_of,
     sound,
@@ -179,6 +185,71 @@ def test_first_tokens_and_suppressed_ones_are_those_of_whispers_own_generate(eng
         )
         assert not {*SUPPRESSED} & {*theirs.token_ids}
         assert agree(engine_answers(output, 1.0)[:1], [theirs])
+
+
+@pytest.fixture(scope="session")
+def model_with_timestamps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that may not start later than after 0.1 s, nor without text."""
+    ruled = {"max_initial_timestamp_index": 5, "suppress_tokens": OFTEN, "begin_suppress_tokens": [EOS]}
+    return make_whisper(tmp_path_factory.mktemp("whisper"), TIMESTAMPS_PER_SECOND + 1, **ruled)
+
+
+TASK = [START, ENGLISH, TRANSCRIBE]
+WITH_TIMESTAMPS = {
+    "freely": TASK,
+    "from the start": [*TASK, FIRST_TIMESTAMP],
+    "from a text": [*TASK, FIRST_TIMESTAMP + 2, 7, FIRST_TIMESTAMP + 20, FIRST_TIMESTAMP + 20, 8],
+    "after what was said before": [START, 5, FIRST_TIMESTAMP + 40, *TASK],  # transformers wants it to begin so
+}
+
+
+def hears(engine: Engine, jobs: list[tuple[int, list[int], SamplingParams]]) -> list[Any]:
+    """The answers to jobs: the seed of a sound, the decoder's prompt, and how it is searched."""
+    prompts = [prompt_of(sound(seed), prompt) for seed, prompt, _ in jobs]
+    return engine.llm.generate(prompts, [params for *_, params in jobs], use_tqdm=False)
+
+
+def test_timestamps_follow_the_rules_of_transformers(engines: Engines, model_with_timestamps: Path) -> None:
+    engine = engines(model_with_timestamps, max_model_len=128, max_num_batched_tokens=256)
+    asked: list[tuple[int, list[int], int, dict[str, Any]]] = [
+        (seed, prompt, width, {}) for seed, prompt in enumerate(WITH_TIMESTAMPS.values()) for width in (1, 3, 5)
+    ]
+    asked += [(seed, TASK, 4, {"no_repeat_ngram_size": 2}) for seed in (5, 6)]
+    searches = [
+        (seed, prompt, beam_params(width, n=width, max_tokens=MAX_TOKENS, **options))
+        for seed, prompt, width, options in asked
+    ]
+    num_ruled = 0
+    for (seed, prompt, width, options), output in zip(asked, hears(engine, searches), strict=True):
+        search = model_with_timestamps, sound(seed), width, MAX_TOKENS, prompt
+        ours = engine_answers(output, 1.0)
+        theirs = transformers_answers(*search, has_rules_of_timestamps=True, **options)
+        if width == 1:
+            assert ours[0].token_ids == theirs[0].token_ids, (seed, prompt)
+        else:
+            assert agree(ours, theirs), (seed, prompt, width)
+        num_ruled += theirs != transformers_answers(*search, **options)
+    assert num_ruled == len(asked), "the rules change nothing"
+    for seed in (0, 1):
+        (output,) = hears(engine, [(seed, TASK, beam_params(4, n=4, max_tokens=MAX_TOKENS))])
+        asked_whisper = {"return_timestamps": True, "force_unique_generate_call": True}
+        best = whispers_answer(model_with_timestamps, sound(seed), 4, MAX_TOKENS, **asked_whisper)
+        assert agree(engine_answers(output, 1.0)[:1], [best])
+
+
+def test_timestamps_are_free_where_transformers_has_no_rules(engines: Engines, model_with_timestamps: Path) -> None:
+    """After `<|notimestamps|>`, by vLLM's rules, and before the task is named."""
+    engine = engines(model_with_timestamps, max_model_len=128, max_num_batched_tokens=256)
+    params = beam_params(4, n=4, max_tokens=MAX_TOKENS)
+    language, without = hears(engine, [(1, [START], params), (1, PROMPT, params)])
+    for prompt, output in (([START], language), (PROMPT, without)):
+        theirs = transformers_answers(model_with_timestamps, sound(1), 4, MAX_TOKENS, prompt)
+        assert agree(engine_answers(output, 1.0), theirs)
+    assert any(hypothesis.token_ids[0] < NO_TIMESTAMPS for hypothesis in language.outputs)
+    as_vllm = beam_params(4, n=4, max_tokens=MAX_TOKENS, semantics="vllm")
+    (output,) = hears(engine, [(1, [*TASK, FIRST_TIMESTAMP], as_vllm)])
+    followed = [one.token_ids[0] for one in output.outputs]
+    assert any(token > FIRST_TIMESTAMP for token in followed), "a rule would ask for text"
 
 
 def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded: list[int]) -> None:

@@ -41,6 +41,7 @@ from vllm_trie.supported_engines import (
     has_beams,
     model_padding_token,
     model_suppressed_tokens,
+    model_timestamp_rules,
     plugin_config_of,
     why_without_beams,
 )
@@ -309,10 +310,13 @@ def _prepare_request(
     )
     content = None if item_set is None else item_set.to_bytes()
     excluded = None if data.exclusion is None else vars(data.exclusion)
-    as_transformers = beam.semantics == "hf"
-    suppressed = model_suppressed_tokens(model_config, processor.generation_config_fields) if as_transformers else None
-    of_model = eos_token_id, beam.model_dump(), caller, content, excluded, padding, suppressed
-    ticket = GroupTicketMessage(params.n, *of_model)
+    suppressed = timestamps = None
+    if beam.semantics == "hf":
+        of_model = model_config, processor.generation_config_fields
+        suppressed = model_suppressed_tokens(*of_model)
+        timestamps = model_timestamp_rules(*of_model, request.prompt_token_ids or ())
+    rest = eos_token_id, beam.model_dump(), caller, content, excluded, padding, suppressed, timestamps
+    ticket = GroupTicketMessage(params.n, *rest)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # in the ticket, or needed only by the front end
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1

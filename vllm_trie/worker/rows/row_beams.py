@@ -77,8 +77,8 @@ class RowBeams:
             amateur: [G, r, V] logits of a draft model, if the rules contrast it.
         """
         beams = beams_of_rows(groups)
-        states = dict(beams.states)
-        for key in self._constraints(rules):
+        states, keys = dict(beams.states), self._constraints(rules)
+        for key in keys:
             if key.source is ConstraintSource.TOKENS:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
             elif key.source is ConstraintSource.MASKS and masks:
@@ -86,7 +86,7 @@ class RowBeams:
             elif key.source is ConstraintSource.AMATEUR:
                 assert amateur is not None, "the front end refuses contrast without a draft model"
                 states[key] = search_log_probabilities(amateur, temperature=rules.filters.temperature)
-        return beams._replace(states=states)
+        return beams._replace(states={key: states[key] for key in keys if key in states})  # in the order of the rules
 
     def before_drafts(self, rules: SearchRules, group: GroupRows, num_tokens: int, num_layers: int) -> SearchBeams:
         """What the rows of one group carry, before `num_layers` layers of drafts grow from them."""
