@@ -24,7 +24,7 @@ class Hypothesis(NamedTuple):
 
 
 class WhisperInTransformers:
-    """A Whisper in transformers, searched by the `generate` that all models have: Whisper's adds timestamps' rules.
+    """A Whisper in transformers, searched by the `generate` that all models have: Whisper's returns the best alone.
 
     Args:
         model: Folder of the model.
@@ -55,15 +55,25 @@ class WhisperInTransformers:
     def search(
         self, encoded: Any, prompts: Sequence[Sequence[int]], width: int, num_tokens: int, n: int = 1
     ) -> list[list[Hypothesis]]:
-        """The n best hypotheses of each sound, best first, of at most `num_tokens` tokens; prompts are equally long.
+        """The n best hypotheses of each sound, best first, of at most `num_tokens` tokens.
 
         One beam is greedy search, whose scores are 0.
+
+        Args:
+            encoded: By `encode`.
+            prompts: Equally long. After a timestamp, the rules of timestamps hold; it is the first token for them.
+            width: Beams.
+            num_tokens: The most of a hypothesis.
+            n: Hypotheses of each sound.
         """
         import torch
-        from transformers import GenerationMixin
+        from transformers import GenerationMixin, WhisperTimeStampLogitsProcessor
         from transformers.modeling_outputs import BaseModelOutput
 
-        ids = torch.tensor(prompts)
+        ids, config, rules = torch.tensor(prompts), self._model.generation_config, dict[str, Any]()
+        if prompts[0][-1] > config.no_timestamps_token_id:
+            processor = WhisperTimeStampLogitsProcessor(config, begin_index=ids.shape[1] - 1)
+            rules = {"logits_processor": [processor], "begin_suppress_tokens": []}
         with torch.inference_mode():
             found = GenerationMixin.generate(
                 self._model,
@@ -75,6 +85,7 @@ class WhisperInTransformers:
                 do_sample=False,
                 output_scores=width > 1,
                 return_dict_in_generate=True,
+                **rules,
             )
         answers = [self._until_end(tokens) for tokens in found.sequences[:, ids.shape[1] :].tolist()]
         scores = found.sequences_scores.tolist() if width > 1 else [0.0] * len(answers)

@@ -81,6 +81,6 @@ TABLE = Table(
     "identical: the tokens of the hypothesis at the same rank of generate(num_beams=b, num_return_sequences=b), "
     f"{BATCH} clips in a batch; near-ties: tokens differ and the scores at that rank by less than {NEAR_TIE}; score: "
     f"mean log p; at most {NUM_TOKENS} tokens, what the model's generation configuration suppresses left out "
-    "by both, no rules of timestamps in either",
+    f"by both; after {FROM_THE_START}, both follow Whisper's rules of timestamps",
     is_of_speech=True,
 )
