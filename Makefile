@@ -27,7 +27,7 @@ help:
 	@echo "make docs       the documents as pages, in build/site; a broken link fails; it needs no vLLM"
 	@echo "make bench      the papers' tables in small, about eleven minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
-	@echo "make bench-gpu  engines on an NVIDIA GPU beside what peers publish, in order of worth, eight minutes of them"
+	@echo "make bench-gpu  engines on an NVIDIA GPU against what peers publish, in order of worth, eight minutes of them"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
 	@echo "make models     beams on every model architecture and number format; writes docs/models.md"
 	@echo "make clean      remove the virtual environments and caches"

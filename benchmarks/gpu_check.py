@@ -136,7 +136,7 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
     if args.interpret or not is_there("vllm"):
         print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    tests = ["pytest", "-n", "0", "-q", *map(test_of, KERNELS), *PARITY]
+    tests = ["pytest", "-n", "0", "-q", "-m", "", *map(test_of, KERNELS), *PARITY]
     findings.rows("searches", run, (tests, ["benchmarks.gpu_searches", "--out", str(args.out)]))
 
 

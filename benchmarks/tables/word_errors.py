@@ -34,13 +34,14 @@ def measure(bench: Bench, dtype: str) -> Measured:
     heard = spoken(setting.pick(2, 60, 200))
     num_tokens = setting.max_tokens or setting.pick(8, NUM_TOKENS, NUM_TOKENS)
     width = setting.widths[0] if setting.widths else setting.pick(2, WIDTH, WIDTH)
+    model = WhisperInCTranslate2(setting.model)
     llm = engine(bench, dtype=dtype)
     prompts = Prompts(llm)
 
     def ours(params: Any) -> list[list[Any]]:
         return [output.outputs for output in generate(llm, [prompts.for_engine(clip) for clip in heard], params)]
 
-    suppressed = llm.model_config.try_get_generation_config()["suppress_tokens"]
+    suppressed = llm.model_config.try_get_generation_config().get("suppress_tokens") or ()
     rules = {"early_stopping": True, "logit_bias": dict.fromkeys(suppressed, SUPPRESSED)}
     texts = {
         (ORDINARY, 1): [found[0].text for found in ours(SamplingParams(temperature=0.0, max_tokens=num_tokens))],
@@ -50,7 +51,6 @@ def measure(bench: Bench, dtype: str) -> Measured:
             for found in ours(beam_params(width, n=width, max_tokens=num_tokens, **rules))
         ],
     }
-    model = WhisperInCTranslate2(setting.model)
     for clip in heard:
         encoded = model.encode(model.features([clip.sound]))
         ((best,),) = model.search(encoded, [prompts.tokens(clip.language)], width, num_tokens)

@@ -206,6 +206,15 @@ def test_graphs_that_the_engine_keeps_are_checked_by_other_logits(
         gpu_steps.check(step, twin)
 
 
+def test_tests_of_the_night_run_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    findings: Any = SimpleNamespace(rows=lambda name, measure, cases: commands.extend(cases))
+    monkeypatch.setattr(gpu_check, "is_there", lambda _: True)
+    args: Any = SimpleNamespace(interpret=False, out=tmp_path)
+    gpu_check.check_searches(findings, gpu_steps.HOST, args)
+    assert commands[0][:6] == ["pytest", "-n", "0", "-q", "-m", ""]  # instead of what pyproject.toml leaves out
+
+
 def test_all_tests_that_can_run_on_a_gpu_do() -> None:
     of_rooms = chain(*((ROOT / "tests" / room).rglob("test_*.py") for room in ("worker", "speculation")))
     found = {

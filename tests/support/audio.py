@@ -113,7 +113,7 @@ def transformers_answers(
     has_rules_of_timestamps: bool = False,
     **options: Any,
 ) -> list[Answer]:
-    """The `width` best hypotheses of transformers' beam search, behind the tokens of a prompt; one beam has no score.
+    """The `width` best hypotheses of transformers' beam search after the tokens of a prompt; one beam has no score.
 
     Args:
         has_rules_of_timestamps: Whisper's rules hold, and count tokens from the task on.

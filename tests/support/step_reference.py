@@ -58,7 +58,7 @@ class Task:
     lookahead: int = 0
 
     def child(self, node: Node, number: int, depth: int) -> Node:
-        """The candidate of this number behind a node, which is sampled in this round."""
+        """The candidate of this number after a node, which is sampled in this round."""
         is_last = self.max_steps is not None and depth == self.max_steps - 1
         seed = derived_step_seed(self.seed, (*node.number, number))
         sampled = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)

@@ -78,11 +78,11 @@ class _LinesWithoutId(NamedTuple):
 
     def and_of(self, rows: list[Row], numbers: Sequence[int]) -> _LinesWithoutId:
         """With those of more lines, which have these indices."""
-        more = [
-            number
-            for number, row in zip(numbers, rows, strict=True)
-            if not isinstance(row, CatalogLine) or row.id is None
-        ]
+        more = numbers
+        if any(isinstance(row, CatalogLine) for row in rows):
+            more = [
+                n for n, row in zip(numbers, rows, strict=True) if not isinstance(row, CatalogLine) or row.id is None
+            ]
         if not more:
             return self
         return _LinesWithoutId(self.num_lines + len(more), self.first if self.num_lines else more[0], more[-1])

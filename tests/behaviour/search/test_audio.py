@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,18 @@ def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def run(engine: Engine, jobs: list[Job], after_step: Callable[[int], None] = lambda step: None) -> list[Any]:
+def run(
+    engine: Engine,
+    jobs: list[Job],
+    after_step: Callable[[int], None] = lambda step: None,
+    prompts: Sequence[list[int]] | None = None,
+) -> list[Any]:
     """All answers, in order; None of requests that were aborted."""
     core, finished, steps = engine.llm.llm_engine, {}, 0
     for number, (seed, params) in enumerate(jobs):
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        core.add_request(str(number), prompt_of(sound(seed)), params)
+        core.add_request(str(number), prompt_of(sound(seed), PROMPT if prompts is None else prompts[number]), params)
     while core.has_unfinished_requests():
         finished.update({output.request_id: output for output in core.step()})
         steps += 1
@@ -203,10 +208,13 @@ WITH_TIMESTAMPS = {
 }
 
 
-def hears(engine: Engine, jobs: list[tuple[int, list[int], SamplingParams]]) -> list[Any]:
+def hears(
+    engine: Engine,
+    jobs: list[tuple[int, list[int], SamplingParams]],
+    after_step: Callable[[int], None] = lambda _: None,
+) -> list[Any]:
     """The answers to jobs: the seed of a sound, the decoder's prompt, and how it is searched."""
-    prompts = [prompt_of(sound(seed), prompt) for seed, prompt, _ in jobs]
-    return engine.llm.generate(prompts, [params for *_, params in jobs], use_tqdm=False)
+    return run(engine, [(seed, params) for seed, _, params in jobs], after_step, [prompt for _, prompt, _ in jobs])
 
 
 def test_timestamps_follow_the_rules_of_transformers(engines: Engines, model_with_timestamps: Path) -> None:
@@ -219,8 +227,9 @@ def test_timestamps_follow_the_rules_of_transformers(engines: Engines, model_wit
         (seed, prompt, beam_params(width, n=width, max_tokens=MAX_TOKENS, **options))
         for seed, prompt, width, options in asked
     ]
-    num_ruled = 0
-    for (seed, prompt, width, options), output in zip(asked, hears(engine, searches), strict=True):
+    num_ruled, outputs = 0, hears(engine, searches)
+    assert same(hears(engine, searches, lambda step: preempt_all(engine) if step in (8, 20) else None), outputs)
+    for (seed, prompt, width, options), output in zip(asked, outputs, strict=True):
         search = model_with_timestamps, sound(seed), width, MAX_TOKENS, prompt
         ours = engine_answers(output, 1.0)
         theirs = transformers_answers(*search, has_rules_of_timestamps=True, **options)
@@ -238,7 +247,7 @@ def test_timestamps_follow_the_rules_of_transformers(engines: Engines, model_wit
 
 
 def test_timestamps_are_free_where_transformers_has_no_rules(engines: Engines, model_with_timestamps: Path) -> None:
-    """After `<|notimestamps|>`, by vLLM's rules, and before the task is named."""
+    """After `<|notimestamps|>`, by vLLM's rules, before the task is named, and where tokens are allowed by name."""
     engine = engines(model_with_timestamps, max_model_len=128, max_num_batched_tokens=256)
     params = beam_params(4, n=4, max_tokens=MAX_TOKENS)
     language, without = hears(engine, [(1, [START], params), (1, PROMPT, params)])
@@ -250,6 +259,8 @@ def test_timestamps_are_free_where_transformers_has_no_rules(engines: Engines, m
     (output,) = hears(engine, [(1, [*TASK, FIRST_TIMESTAMP], as_vllm)])
     followed = [one.token_ids[0] for one in output.outputs]
     assert any(token > FIRST_TIMESTAMP for token in followed), "a rule would ask for text"
+    (output,) = hears(engine, [(1, TASK, beam_params(4, n=4, max_tokens=3, allowed_token_ids=[7, 8, 9]))])
+    assert all({*one.token_ids} <= {7, 8, 9} and len(one.token_ids) == 3 for one in output.outputs)
 
 
 def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded: list[int]) -> None:

@@ -11,6 +11,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
+from tests.support.sweep import sweep
 from tests.support.taken_again import TakenAgain, copies_made
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
@@ -57,8 +58,7 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
         assert agree(engine_answers(output, 1.0), theirs)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["by kernels", "by torch"])
+@pytest.mark.parametrize("options", sweep({"by kernels": {}, "by torch": {"top_p": 0.9}}, "by kernels"))
 def test_searches_by_graphs_of_steps_find_what_they_find_without(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

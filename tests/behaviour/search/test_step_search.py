@@ -374,8 +374,13 @@ def test_a_scorer_sees_what_would_come_next_and_hypotheses_keep_their_own_steps(
     assert found(output) != found(engine.generate(PROMPTS[:1], params(seed=12))[0])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [{"order": "best", "allot": "rebase"}, {"order": "mcts", "lookahead": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"order": "best", "allot": "rebase"}, marks=pytest.mark.nightly),
+        {"order": "mcts", "lookahead": 3},
+    ],
+)
 def test_what_is_returned_to_is_the_same_held_or_computed_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -80,7 +80,7 @@ def engine(engines: Engines) -> Engine:
     return engines(TRAINED_TARGET, disable_log_stats=False)
 
 
-@pytest.mark.parametrize("mode", sweep(MODES, "async"))
+@pytest.mark.parametrize("mode", sweep(MODES, "async", "exact"))
 def test_streams_are_what_is_found_without_also_when_preempted(
     mode: Mode, engines: Engines, random_pair: Callable[[str, float], Pair]
 ) -> None:

@@ -206,7 +206,6 @@ def test_rows_fork_along_a_catalog_whoever_goes_with_them(monkeypatch: pytest.Mo
     assert uploads.count > captures.count
 
 
-@pytest.mark.nightly
 def test_groups_that_no_graph_took_go_on_by_one() -> None:
     steps = step_with_graphs(Shape("plain", 3, 2))[0], without_graphs(Shape("plain", 3, 2))
     graphs = steps[0].selector.graphs

@@ -312,11 +312,21 @@ def _prepare_request(
     excluded = None if data.exclusion is None else vars(data.exclusion)
     suppressed = timestamps = None
     if beam.semantics == "hf":
-        of_model = model_config, processor.generation_config_fields
-        suppressed = model_suppressed_tokens(*of_model)
-        timestamps = model_timestamp_rules(*of_model, request.prompt_token_ids or ())
-    rest = eos_token_id, beam.model_dump(), caller, content, excluded, padding, suppressed, timestamps
-    ticket = GroupTicketMessage(params.n, *rest)
+        generation_config = processor.generation_config_fields
+        suppressed = model_suppressed_tokens(model_config, generation_config)
+        if not (data.has_items or sampling_params_have_grammar(params) or params.allowed_token_ids):  # of text alone
+            timestamps = model_timestamp_rules(model_config, generation_config, request.prompt_token_ids or ())
+    ticket = GroupTicketMessage(
+        params.n,
+        eos_token_id,
+        beam.model_dump(),
+        caller,
+        item_set=content,
+        exclusion=excluded,
+        padding=padding,
+        suppressed=suppressed,
+        timestamps=timestamps,
+    )
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # in the ticket, or needed only by the front end
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1
