@@ -24,7 +24,7 @@ AT_START = Path(__file__).parent / "support" / "at_start"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
 
 # How long an example takes is no matter of tests: machines differ, and are busy.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 SMOKE = "tests/behaviour/test_smoke.py"

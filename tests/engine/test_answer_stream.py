@@ -68,7 +68,7 @@ def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
     """By a model that is a table of random logits, one for each history."""
     trie, rules, draw = group.hypotheses, group.plan.search.in_phase(group.next_phase()), group.next_draw()
     histories = trie.histories().tolist()
-    rows = [np.random.default_rng([seed, *history]).normal(0, sureness, VOCAB) for history in histories]
+    rows = [np.random.default_rng([seed, len(history), *history]).normal(0, sureness, VOCAB) for history in histories]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
     logits = torch.tensor(np.stack(rows), dtype=torch.float32)[None]
     (step,) = steps_of(rules, logits, scores[None], inputs=SearchInputs([draw] if draw else []))

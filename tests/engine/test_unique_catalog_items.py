@@ -42,7 +42,7 @@ def table(seed: int, sureness: float = 1.5) -> LogprobsOf:
 
     @cache
     def logprobs_of(tokens: Item) -> Sequence[float]:
-        logits = np.random.default_rng([seed, *tokens]).normal(0, sureness, VOCAB)
+        logits = np.random.default_rng([seed, len(tokens), *tokens]).normal(0, sureness, VOCAB)
         return torch.tensor(logits, dtype=torch.float32).log_softmax(-1).tolist()
 
     return logprobs_of

@@ -24,7 +24,6 @@ from tests.support.pairs import NOISE, Pair, drafting, looking_up, steps_per_for
 from tests.support.parallel_engine import RANKS, ParallelEngine
 from tests.support.ray_on_cpu import local_ray
 from tests.support.running import prompt_of, run, trained_prompts
-from tests.support.sweep import sweep
 from tests.support.traffic import MAX_BATCHED, MAX_TOKENS, check_same, copied, jobs
 from vllm_trie import beam_params
 from vllm_trie.catalog import Catalog
@@ -173,7 +172,8 @@ def check_that_other_drafts_end(parallel: ParallelEngine, source: str, asked: li
         run(parallel, copied(asked))
 
 
-@pytest.mark.parametrize("drafts_by", sweep(["a draft model", "a head"], "a draft model"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafts_by", ["a draft model", "a head"])
 def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
     engines: Engines, random_pair: Callable[[str, float], Pair], drafts_by: str
 ) -> None:

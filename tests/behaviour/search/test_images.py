@@ -23,7 +23,7 @@ from vllm_trie.entrypoints.llm import llm_beam_search
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=sweep([*KINDS], "llava", "qwen3_vl"))
+@pytest.fixture(scope="module", params=sweep([*KINDS], "qwen3_vl"))
 def kind(request: pytest.FixtureRequest) -> str:
     if reason := why_not(request.param):
         pytest.skip(reason)

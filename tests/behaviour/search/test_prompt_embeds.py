@@ -47,7 +47,7 @@ def answers(engine: Engine, prompts: list[dict[str, Any]], params: list[Any], af
 @pytest.mark.parametrize(
     ("form", "options"),
     [
-        pytest.param(embedded, {}, id="embedded"),
+        pytest.param(embedded, {}, id="embedded", marks=pytest.mark.nightly),
         pytest.param(embedded, looking_up(2), id="embedded, looked-up drafts", marks=pytest.mark.nightly),
         pytest.param(partly_embedded, {}, id="partly embedded", marks=pytest.mark.nightly),
         pytest.param(partly_embedded, looking_up(2), id="partly embedded, looked-up drafts"),

@@ -37,14 +37,9 @@ def test_what_blocks_held_before_is_never_read(
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in same.outputs]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("kind", "is_async"),
-    [
-        pytest.param("granite4", False, marks=pytest.mark.nightly),
-        ("granite4", True),
-        pytest.param("mamba2", False, marks=pytest.mark.nightly),
-        pytest.param("qwen3_next", True, marks=pytest.mark.nightly),
-    ],
+    ("kind", "is_async"), [("granite4", False), ("granite4", True), ("mamba2", False), ("qwen3_next", True)]
 )
 def test_searches_that_go_on_from_cached_states_find_what_they_find_without(
     engines: Engines,

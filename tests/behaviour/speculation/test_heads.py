@@ -135,6 +135,7 @@ def test_the_head_says_what_it_says_alone(narrow: Engine, alone: HeadAlone, monk
     assert alone.num_caught_up > 0
 
 
+@pytest.mark.nightly
 def test_the_next_turn_finds_in_the_prefix_cache_what_the_head_goes_on_from(
     narrow: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,15 +41,8 @@ def copies(count: int, length: int = 48) -> list[list[int]]:
     return [[*prompt, *prompt[1:], *prompt[1 : length // 2]] for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "ngrams"),
-    [
-        pytest.param(1, (1, 4), marks=pytest.mark.nightly),
-        (3, (1, 1)),
-        pytest.param(3, (3, 5), marks=pytest.mark.nightly),
-        pytest.param(5, (1, 4), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("num_layers", "ngrams"), [(1, (1, 4)), (3, (1, 1)), (3, (3, 5)), (5, (1, 4))])
 def test_a_model_that_copies_finds_what_plain_steps_find(
     engines: Engines, copying_model: Path, num_layers: int, ngrams: tuple[int, int]
 ) -> None:

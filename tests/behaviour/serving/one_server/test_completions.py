@@ -36,7 +36,6 @@ def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Se
         (1, 1.0, False, False),
         (2, 0.0, False, True),
         (4, 2.0, True, False),
-        (8, 0.5, False, True),
     ]:
         ours, theirs = (
             complete(
