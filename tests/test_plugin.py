@@ -128,6 +128,7 @@ def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
     succeed(CONFIGURE + STOCK + "assert ours == [], ours", plugins="lora_hf_hub_resolver")
 
 
+@pytest.mark.nightly
 def test_an_engine_loads_nothing_that_it_does_not_need() -> None:
     succeed(f"""{LOADED}
 import os

@@ -71,6 +71,7 @@ def test_two_stages_find_what_transformers_finds_alone_and_together(
     pipeline.check_nothing_is_left()
 
 
+@pytest.mark.nightly
 def test_two_stages_answer_mixed_traffic_as_one_rank(engines: Engines, model: Path, pipeline: ParallelEngine) -> None:
     found = run(pipeline, jobs())
     pipeline.check_nothing_is_left()

@@ -60,6 +60,7 @@ def test_the_loop_without_controls_is_transformers(model: Path) -> None:
     assert num_same >= (1 - MOST_TIES) * len(cases)
 
 
+@pytest.mark.nightly
 def test_controlled_beams_are_the_loops_and_disturb_nobody(
     engines: Engines, model: Path, controlled: list[Case]
 ) -> None:

@@ -20,6 +20,7 @@ def model(random_model: Callable[[str], Path]) -> Path:
     return random_model("gqa")
 
 
+@pytest.mark.nightly
 def test_filtered_beams_are_the_loops_and_disturb_nobody(engines: Engines, model: Path) -> None:
     cases = grid_of(0, semantics=["hf"], controls=["none", *WARPINGS], stop_token_ids=[(), (EOS,), (EOS, 83, 140)])
     cases = prompted(cases, model)

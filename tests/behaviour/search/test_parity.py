@@ -127,7 +127,8 @@ def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(usual: 
     assert with_eos >= len(OF_TRAINED) // 4, "EOS must really occur"
 
 
-@pytest.mark.parametrize("interval", [1, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("interval", [1, 1000])
 def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list, list], interval: int) -> None:
     engine = engines(TRAINED_TARGET)
     manager = engine.scheduler.kv_cache_manager

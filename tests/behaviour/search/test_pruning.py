@@ -13,6 +13,7 @@ from tests.support.engine import Engines
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_pruned_beams_are_the_loops_and_disturb_nobody(engines: Engines, random_model: Callable[[str], Path]) -> None:
     model = random_model("gqa")
     grid = {"semantics": ["hf", "tridecode"], "early_stopping": [False], "max_tokens": [9]}

@@ -80,6 +80,7 @@ def test_searches_among_ordinary_requests_find_the_same(
     assert max(shared.num_shared.max() for shared in asked) >= 96
 
 
+@pytest.mark.nightly
 def test_the_blocks_of_an_answer_are_shared_as_soon_as_all_beams_agree_on_them(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

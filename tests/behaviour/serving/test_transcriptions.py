@@ -117,6 +117,7 @@ def test_a_streamed_transcription_is_the_same_text(server: Server) -> None:
         transcribe(server, 0, use_beam_search=True, n=WIDTH, stream=True)
 
 
+@pytest.mark.nightly
 def test_a_beam_of_one_is_what_vllm_transcribes_without(server: Server) -> None:
     before = num_searched(server)
     for response_format in ("json", "verbose_json"):

@@ -54,6 +54,7 @@ def engine(engines: Engines, pair: Pair) -> Engine:
     return speculating(engines, pair, 3, max_num_batched_tokens=64)
 
 
+@pytest.mark.nightly
 def test_it_says_what_it_says_alone_and_nothing_of_other_tokens(
     engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def run_block_tables(
     return [[table.gpu for table in tables.block_tables], seen, slots]
 
 
+@pytest.mark.nightly
 @few
 @given(batches())
 def test_rows_see_the_blocks_of_their_slots(interpreter: Interpreter, batch: Batch) -> None:

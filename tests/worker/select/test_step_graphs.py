@@ -122,7 +122,7 @@ def check(step: DeviceStep, without: DeviceStep) -> None:
     assert not torch.equal(found[1][0], found[2][0])
 
 
-@pytest.mark.parametrize("search", sweep(HELD, "controlled", "in 2 groups of beams"))
+@pytest.mark.parametrize("search", sweep(HELD, "controlled"))
 def test_graphs_decide_what_the_step_decides(search: str) -> None:
     step, captures = step_with_graphs(Shape(search, 4, 2, 1))
     check(step, without_graphs(Shape(search, 4, 2, 1)))
@@ -328,6 +328,7 @@ def batch_places(step: DeviceStep, batch: Any) -> np.ndarray:
     return np.array([[*batch.idx_mapping_np].index(slot) for slot in slots])
 
 
+@pytest.mark.nightly
 def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
     """Wherever rows are in them."""
     step, captures = step_with_graphs(Shape("plain", 4, 1, 2))
@@ -401,6 +402,7 @@ def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.Mon
     assert gc.isenabled()
 
 
+@pytest.mark.nightly
 def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
     step, captures = step_with_graphs(Shape("plain", 4))
     without = without_graphs(Shape("plain", 4))

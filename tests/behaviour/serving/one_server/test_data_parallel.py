@@ -58,6 +58,7 @@ def test_a_catalog_is_refused_where_engines_have_none(parallel: Server) -> None:
     assert message in refusal.value.message
 
 
+@pytest.mark.nightly
 def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
     def found(**options: Any) -> tuple[list[str], dict[str, Any] | None]:
         response = complete(parallel, n=4, **options)
