@@ -10,7 +10,7 @@ VENV_TOOLS := .venv-tools
 READY_TOOLS := $(VENV_TOOLS)/.ready
 FORGE := .github
 
-.PHONY: model demo test test-fast test-nightly test-0.33 test-gpu bench bench-full bench-gpu models soak lint check-vllm wheel docs examples clean help
+.PHONY: model demo test pytest test-fast test-nightly test-0.33 test-gpu bench bench-full bench-gpu models soak lint check-vllm wheel docs examples clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
@@ -38,7 +38,10 @@ model: $(READY)
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo
 
-test: $(READY) lint
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(READY)
 	$(PYTHON) -m pytest
 
 test-fast: $(READY)

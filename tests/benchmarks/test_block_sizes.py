@@ -60,6 +60,7 @@ def test_blocks_of_one_token_need_no_copies_and_larger_ones_hold_more() -> None:
     assert [held for held, _ in entries] == sorted(held for held, _ in entries)
 
 
+@pytest.mark.nightly
 def test_in_the_engines_own_size_a_replay_counts_what_the_engine_counted(engines: Engines) -> None:
     llm = engines(TRAINED_TARGET, enable_prefix_caching=False).llm
     for prompt in trained_prompts([BLOCK_SIZE - 1, BLOCK_SIZE, 40]):

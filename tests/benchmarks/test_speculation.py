@@ -13,6 +13,7 @@ from vllm_trie import beam_params
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_the_trained_pair_commits_about_three_steps_per_forward(engines: Engines) -> None:
     """4 beams, 16 drafts in each of 4 layers, on the first of the prompts that are measured."""
     engine = speculating(engines, TRAINED, 4)

@@ -26,7 +26,7 @@ from vllm_trie.search.rules import SearchInputs
 from vllm_trie.search.step_result import SearchStepResult
 
 VOCAB, EOS = 6, 1
-NUM_SEARCHES = int(os.environ.get("STREAM_SEARCHES", 150))
+NUM_SEARCHES = int(os.environ.get("STREAM_SEARCHES", 100))
 PENALTIES = [-1.5, 0.0, 0.5, 1.0, 2.0]
 BY_SEMANTICS: dict[str, Sequence[dict[str, Any]]] = {
     "hf": [

@@ -20,7 +20,7 @@ from tests.support.sweep import sweep
 pytestmark = pytest.mark.slow
 
 NAMES = sorted(path.stem for path in DATA.glob("*.npz"))
-AT_NIGHT = ("drafts", "long", "ranking")
+AT_NIGHT = ("drafts", "long", "ngrams", "ranking", "ties")
 MOST_SHOWN = 8
 
 

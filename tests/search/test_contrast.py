@@ -31,7 +31,7 @@ def random_logprobs(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @given(seed, width, alpha, beta, st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=70)
 def test_each_step_keeps_what_counts_most_and_reports_the_expert_alone(
     seed: int, width: int, alpha: float, beta: float, is_last: bool
 ) -> None:
@@ -69,7 +69,7 @@ def check(found: list[list[float]], expected: list[tuple[float, ...]]) -> None:
 
 
 @given(seed, alpha)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_the_difference_of_log_probabilities_is_the_limit_of_large_beta(seed: int, alpha: float) -> None:
     """Beams compete alike if all scores are divided by beta; the expert's share of them vanishes."""
     expert, amateur = random_logprobs(seed)

@@ -25,7 +25,7 @@ phrase = st.tuples(st.lists(way, min_size=1, max_size=2), st.sampled_from([1.0, 
 
 
 @given(st.lists(phrase, min_size=1, max_size=6), st.lists(token, max_size=10))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
     phrases: list[tuple[list[list[int]], float]], text: list[int]
 ) -> None:

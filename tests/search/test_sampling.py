@@ -201,7 +201,7 @@ def test_dead_rows_have_no_mass() -> None:
 @pytest.mark.parametrize("replacement", [True, False])
 def test_cells_are_sampled_by_their_law_in_order(replacement: bool) -> None:
     p = 3 * torch.tensor([[0.4, 0.0, 0.2], [0.0, 0.1, 0.3]]).double()  # need not be normalised
-    rng, counts, num_draws = search_generator(0, 1), np.zeros((6, 6)), 10_000
+    rng, counts, num_draws = search_generator(0, 1), np.zeros((6, 6)), 4_000
     for _ in range(num_draws):
         counts[tuple(draw_search_cells(p, 2, replacement, rng))] += 1
     distribution = sampled_pair_distribution(p / p.sum(), replacement)

@@ -194,7 +194,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(rules._replace(stops=rules.stops._replace(strings=strings)), logits, scores, completing)
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=70, derandomize=True)
 @given(cases())
 def test_step_decides_what_its_rules_say(case: Case) -> None:
     check(case)

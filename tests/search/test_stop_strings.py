@@ -109,7 +109,7 @@ def check_every_place(
 
 
 @every_vocabulary
-@settings(max_examples=400, derandomize=True)
+@settings(max_examples=130, derandomize=True)
 @given(seeds)
 def test_token_completes_what_the_whole_generated_text_says(vocabulary: Vocabulary, seed: int) -> None:
     choose = random.Random(seed)
@@ -122,7 +122,7 @@ def test_token_completes_what_the_whole_generated_text_says(vocabulary: Vocabula
 
 
 @every_vocabulary
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=70, derandomize=True)
 @given(seeds)
 def test_string_that_begins_in_the_prompt_is_not_completed(vocabulary: Vocabulary, seed: int) -> None:
     choose = random.Random(seed)
@@ -155,7 +155,7 @@ def encode_trained(text: str) -> list[int]:
     return trained_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(seeds)
 def test_trained_tokenizer_completes_what_the_whole_generated_text_says(seed: int) -> None:
     choose = random.Random(seed)

@@ -163,7 +163,7 @@ every_kind = pytest.mark.parametrize("new_pool", [hf_pool, vllm_pool])
 
 
 @pytest.mark.parametrize("new_pool", [exact_hf_pool, vllm_pool])
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=70, derandomize=True)
 @given(
     seed=st.integers(0, 1 << 32),
     width=st.integers(1, 4),

@@ -83,7 +83,7 @@ def test_search_finds_what_vllm_finds(length_penalty: float, counts_prompt: bool
     assert min(ended_early, by_length) > SEARCHES // 20, "hypotheses and searches must end in either way"
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=70, derandomize=True)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=9),
     st.lists(st.integers(0, 9), min_size=1, max_size=9),
@@ -108,7 +108,7 @@ def test_hypothesis_in_which_nothing_counts_has_a_score() -> None:
     assert VllmSearchPool(1, 1.0, MAX_LENGTH, 0, frozenset({EOS})).score(-2.0, 1, EOS) == -2.0
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=70, derandomize=True)
 @given(st.integers(0, 9), st.integers(1, MAX_LENGTH - 1), st.integers(1, MAX_LENGTH), st.floats(-9, -1), penalties)
 def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     prompt_length: int, length: int, held_length: int, held: float, length_penalty: float

@@ -6,7 +6,7 @@ import os
 
 from hypothesis import strategies as st
 
-OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 6_000)) // 2  # for each of the two tries
+OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 3_000)) // 2  # for each of the two tries
 MOST_PER_WALK = 200
 MEAN_PER_WALK = MOST_PER_WALK * 2 // 5  # on the safe side of a half
 NUM_WALKS = 50 + OPERATIONS // MEAN_PER_WALK

@@ -257,8 +257,9 @@ def test_timestamps_are_free_where_transformers_has_no_rules(engines: Engines, m
     assert any(hypothesis.token_ids[0] < NO_TIMESTAMPS for hypothesis in language.outputs)
     as_vllm = beam_params(4, n=4, max_tokens=MAX_TOKENS, semantics="vllm")
     (output,) = hears(engine, [(1, [*TASK, FIRST_TIMESTAMP], as_vllm)])
-    followed = [one.token_ids[0] for one in output.outputs]
-    assert any(token > FIRST_TIMESTAMP for token in followed), "a rule would ask for text"
+    stamped = [[token >= FIRST_TIMESTAMP for token in one.token_ids] for one in output.outputs]
+    in_a_row = [all(three) for each in stamped for three in zip(each, each[1:], each[2:], strict=False)]
+    assert any(in_a_row), "a rule would ask for text after two timestamps"
     (output,) = hears(engine, [(1, TASK, beam_params(4, n=4, max_tokens=3, allowed_token_ids=[7, 8, 9]))])
     assert all({*one.token_ids} <= {7, 8, 9} and len(one.token_ids) == 3 for one in output.outputs)
 

@@ -58,7 +58,7 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
         assert agree(engine_answers(output, 1.0), theirs)
 
 
-@pytest.mark.parametrize("options", sweep({"by kernels": {}, "by torch": {"top_p": 0.9}}, "by kernels"))
+@pytest.mark.parametrize("options", sweep({"by kernels": {}, "by torch": {"top_p": 0.9}}, "by torch"))
 def test_searches_by_graphs_of_steps_find_what_they_find_without(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

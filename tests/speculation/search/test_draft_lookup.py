@@ -84,7 +84,7 @@ def groups(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 some_ngrams = st.integers(1, 3).flatmap(lambda n: st.builds(NGrams, st.just(n), st.integers(n, 5)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(groups(), some_ngrams, st.integers(1, 4))
 def test_every_way_on_that_a_loop_finds_is_found_in_its_order(
     group: tuple[list[int], list[list[int]]], ngrams: NGrams, num_tokens: int

@@ -212,7 +212,7 @@ def check(forest: Forest, max_drafts: int) -> None:
     assert set(forest.leaves()) == set(range(forest.num_nodes)) - set(forest.parents)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     num_roots=st.integers(1, 4),
     max_drafts=st.integers(0, 40),

@@ -83,7 +83,7 @@ def test_half_precision_is_as_exact_as_its_numbers() -> None:
     check(batch, torch.float16, rtol=3e-3)
 
 
-@settings(max_examples=3, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     groups = data.draw(any_groups(3, 10, 60, 4, 12))
@@ -92,7 +92,7 @@ def test_any_batch(data: st.DataObject) -> None:
     check(Batch(groups, num_heads, num_kv_heads, 32, 16, data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))))
 
 
-@settings(max_examples=3, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
     """In a batch with groups whose rows are no trees, and with ordinary rows."""
@@ -104,7 +104,7 @@ def test_any_batch_with_trees(data: st.DataObject) -> None:
     check(TreeBatch(groups, num_heads, num_kv_heads, 32, 16, others, seed))
 
 
-@settings(max_examples=3, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(st.data())
 def test_windows_caps_and_sinks(data: st.DataObject) -> None:
     """Of trees, and of rows that share blocks; what is before all windows is not read."""

@@ -57,6 +57,7 @@ def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Se
             assert our.logprobs.token_logprobs == pytest.approx(their.logprobs.token_logprobs, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> None:
     ours, theirs = (chat(one, n=2, extra_body={"use_beam_search": True}) for one in (server, stock))
     assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
