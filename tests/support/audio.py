@@ -36,8 +36,11 @@ PROMPT = [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
 def make_whisper(folder: Path, num_timestamps: int = 1, **generation: Any) -> Path:
     """Save one whose tokens are words, and Whisper's own marks; `generation` is of its generation configuration."""
     marks = [*SPECIAL, *(f"<|{step / TIMESTAMPS_PER_SECOND:.2f}|>" for step in range(num_timestamps))]
-    tokenizer = WhisperTokenizer(vocab={f"Ġw{token}": token for token in range(EOS)}, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": marks[1:]})
+    words = {f"Ġw{token}": token for token in range(EOS)}
+    previous = ["<|startofprev|>"] if num_timestamps > 1 else []  # which a whole Whisper has
+    words |= {mark: words.popitem()[1] for mark in previous}
+    tokenizer = WhisperTokenizer(vocab=words, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks[1:], *previous]})
     assert tokenizer.convert_tokens_to_ids(marks) == [*range(EOS, EOS + len(marks))]
     ears = WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1)
     config = WhisperConfig(

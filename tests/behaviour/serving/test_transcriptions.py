@@ -14,7 +14,19 @@ from transformers import AutoTokenizer
 from vllm.multimodal.audio import split_audio
 
 from benchmarks.server import Server, serving
-from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, recording, whispers_answer
+from tests.support.audio import (
+    ENGLISH,
+    EOS,
+    FIRST_TIMESTAMP,
+    SAMPLING_RATE,
+    START,
+    TIMESTAMPS_PER_SECOND,
+    TRANSCRIBE,
+    make_whisper,
+    recording,
+    transformers_answers,
+    whispers_answer,
+)
 from tests.support.documents import TRANSCRIBES, Example, run_here
 from tests.support.forks import Fork
 from tests.support.reference import Answer
@@ -27,7 +39,7 @@ WIDTH = 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_whisper(tmp_path_factory.mktemp("whisper"))
+    return make_whisper(tmp_path_factory.mktemp("whisper"), TIMESTAMPS_PER_SECOND + 1, suppress_tokens=[START])
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +71,20 @@ def text_of(model: Path, answer: Answer) -> str:
     return AutoTokenizer.from_pretrained(model).decode(tokens, skip_special_tokens=True)
 
 
+def segments_of(model: Path, answer: Answer, seconds: float) -> list[tuple[float, float, str]]:
+    """Start, end and text of all that timestamps enclose; what no timestamp ends, the end of the sound does."""
+    found, start, said = list[tuple[float, float, str]](), 0.0, list[int]()
+    for token in [*answer.token_ids, FIRST_TIMESTAMP + round(seconds * TIMESTAMPS_PER_SECOND)]:
+        if token >= FIRST_TIMESTAMP:
+            now = (token - FIRST_TIMESTAMP) / TIMESTAMPS_PER_SECOND
+            if said:
+                found.append((start, now, text_of(model, Answer(said, 0.0))))
+            start, said = now, []
+        elif token != EOS:
+            said.append(token)
+    return found
+
+
 def num_searched(server: Server) -> float:
     return server.gauge("vllm:trie_beam_groups_finished_total")
 
@@ -73,7 +99,7 @@ def test_an_example_of_a_client_runs(
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize(("task", "seed"), [("transcribe", 0), ("transcribe", 3), ("translate", 1)])
+@pytest.mark.parametrize(("task", "seed"), [("transcribe", 0), ("transcribe", 3), ("translate", 2)])
 def test_the_answer_is_transformers_best_hypothesis(server: Server, model: Path, task: str, seed: int) -> None:
     """By its rules, and both ways of asking for them."""
     before = num_searched(server)
@@ -117,15 +143,32 @@ def test_a_streamed_transcription_is_the_same_text(server: Server) -> None:
         transcribe(server, 0, use_beam_search=True, n=WIDTH, stream=True)
 
 
+def test_segments_are_those_of_transformers_best_hypothesis(server: Server, model: Path) -> None:
+    """With its rules of timestamps."""
+    seeds, num_segments = range(3), 0
+    for seed in seeds:
+        (best, *_) = transformers_answers(
+            model,
+            recording(seed)[1],
+            WIDTH,
+            MAX_TOKENS,
+            [START, ENGLISH, TRANSCRIBE, FIRST_TIMESTAMP],
+            has_rules_of_timestamps=True,
+        )
+        expected = segments_of(model, best, seconds=1.0)
+        answer = transcribe(server, seed, response_format="verbose_json", vllm_xargs={"beam_width": WIDTH})
+        assert [(round(one["start"], 2), round(one["end"], 2), one["text"]) for one in answer.segments] == expected
+        num_segments += len(expected)
+    assert num_segments > len(seeds)
+
+
 @pytest.mark.nightly
 def test_a_beam_of_one_is_what_vllm_transcribes_without(server: Server) -> None:
     before = num_searched(server)
-    for response_format in ("json", "verbose_json"):
-        greedy = transcribe(server, 1, response_format=response_format)
-        beam = transcribe(server, 1, response_format=response_format, use_beam_search=True, n=1)
-        assert beam.text.startswith(greedy.text)  # where that ends, a beam may go on with the next best token
-    assert "".join(one.text for one in beam.segments).startswith("".join(one.text for one in greedy.segments))
-    assert num_searched(server) == before + 2
+    greedy = transcribe(server, 1)
+    beam = transcribe(server, 1, use_beam_search=True, n=1)
+    assert beam.text.startswith(greedy.text)  # where that ends, a beam may go on with the next best token
+    assert num_searched(server) == before + 1
     assert "vLLM's own client loop" not in server.log.read_text()
 
 
