@@ -29,6 +29,7 @@ NUM_AUDIO_TOKENS = 50  # that the encoder makes of a second: two blocks of 32, t
 SPECIAL = "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"
 EOS, START, ENGLISH, TRANSLATE, TRANSCRIBE, NO_TIMESTAMPS = range(256, 256 + len(SPECIAL))
 FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+PREVIOUS = "<|startofprev|>"
 TIMESTAMPS_PER_SECOND = 50
 PROMPT = [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
 
@@ -37,10 +38,10 @@ def make_whisper(folder: Path, num_timestamps: int = 1, **generation: Any) -> Pa
     """Save one whose tokens are words, and Whisper's own marks; `generation` is of its generation configuration."""
     marks = [*SPECIAL, *(f"<|{step / TIMESTAMPS_PER_SECOND:.2f}|>" for step in range(num_timestamps))]
     words = {f"Ġw{token}": token for token in range(EOS)}
-    previous = ["<|startofprev|>"] if num_timestamps > 1 else []  # which a whole Whisper has
-    words |= {mark: words.popitem()[1] for mark in previous}
+    if num_timestamps > 1:  # a whole Whisper, which has this mark, too
+        words[PREVIOUS] = words.pop(f"Ġw{EOS - 1}")
     tokenizer = WhisperTokenizer(vocab=words, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": [*marks[1:], *previous]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks[1:], *words.keys() & {PREVIOUS}]})
     assert tokenizer.convert_tokens_to_ids(marks) == [*range(EOS, EOS + len(marks))]
     ears = WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1)
     config = WhisperConfig(
