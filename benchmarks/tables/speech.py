@@ -23,6 +23,7 @@ CTRANSLATE2, TRANSFORMERS = "CTranslate2", "transformers generate"
 GREEDY = "greedy"
 WIDTHS = (1, 5)
 NUM_TOKENS = 64  # at most, of a hypothesis
+BATCHES = {1: 4, 8: 2, 32: 1}  # times repeats, by clips at once: short calls vary more
 LOOP_WIDTH, LOOP_TOKENS = 2, 24  # for vLLM's loop encodes the sound for each token of each beam
 WITHOUT_TIMESTAMPS, FROM_THE_START = "<|notimestamps|>", "<|0.00|>"  # how the prompt ends
 
@@ -38,20 +39,26 @@ def measure(bench: Bench, count: int) -> Measured:
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(8, NUM_TOKENS, NUM_TOKENS)
     runs = searches(bench, setting.widths or setting.pick((2,), WIDTHS, WIDTHS), num_tokens)
-    warm_up, *heard = spoken(1 + setting.repeats * count)
+    warm_up, *batches = batches_of_clips(setting, count)
     for run in runs.values():
-        run([warm_up])
-    rows = _compared(count, runs, heard)
+        run(warm_up)
+    rows = _compared(count, runs, batches)
     if count == 1:
         num_tokens = min(num_tokens, LOOP_TOKENS)
-        ours = searches(bench, (LOOP_WIDTH,), num_tokens)[OURS, LOOP_WIDTH]
+        ours = search_in_engine(bench, beam_params(LOOP_WIDTH, n=LOOP_WIDTH, max_tokens=num_tokens))
         runs = {(OURS, LOOP_WIDTH): ours, (CLIENT_LOOP, LOOP_WIDTH): client_loop(bench, num_tokens)}
-        rows += _compared(count, runs, heard[:1])
+        rows += _compared(count, runs, batches[:1])
     return Measured(rows)
 
 
-def _compared(count: int, runs: dict[tuple[str, int | str], Search], heard: Sequence[Clip]) -> list[Cell]:
-    batches = [heard[start : start + count] for start in range(0, len(heard), count)]
+def batches_of_clips(setting: Setting, count: int) -> list[list[Clip]]:
+    """One clip to warm up with, and batches of so many."""
+    num_batches = setting.repeats * setting.pick(1, BATCHES[count], BATCHES[count])
+    warm_up, *heard = spoken(1 + num_batches * count)
+    return [[warm_up], *(heard[start : start + count] for start in range(0, len(heard), count))]
+
+
+def _compared(count: int, runs: dict[tuple[str, int | str], Search], batches: Sequence[Sequence[Clip]]) -> list[Cell]:
     texts: dict[tuple[str, int | str], list[str]] = {key: [] for key in runs}
     seconds: dict[tuple[str, int | str], list[float]] = {key: [] for key in runs}
     for batch in batches:
@@ -62,7 +69,7 @@ def _compared(count: int, runs: dict[tuple[str, int | str], Search], heard: Sequ
     for (name, width), own in seconds.items():
         ours = seconds.get((OURS, width), own)
         per_second = statistics.median(said / one for said, one in zip(words, own, strict=True))
-        wrong = word_error_rate(texts[name, width], [clip.text for clip in heard])
+        wrong = word_error_rate(texts[name, width], [clip.text for batch in batches for clip in batch])
         ratio = "" if ours is own else str(paired(own, ours).ratio)
         rows.append((count, width, name, per_second, wrong, statistics.median(own), ratio, len(own)))
     return rows
@@ -72,13 +79,7 @@ def searches(bench: Bench, widths: Sequence[int], num_tokens: int) -> dict[tuple
     """What hears clips, by name and beams; one beam is greedy search but for ours, which has both."""
     from vllm import SamplingParams
 
-    llm = engine(bench)
-    prompts = Prompts(llm)
-
-    def ours(params: Any) -> Search:
-        return lambda heard: [
-            output.outputs[0].text for output in generate(llm, [prompts.for_engine(clip) for clip in heard], params)
-        ]
+    prompts = Prompts(engine(bench))
 
     def peer(model: WhisperInTransformers | WhisperInCTranslate2, width: int) -> Search:
         def hear(heard: Sequence[Clip]) -> list[str]:
@@ -88,11 +89,24 @@ def searches(bench: Bench, widths: Sequence[int], num_tokens: int) -> dict[tuple
 
         return hear
 
-    found = {(OURS, GREEDY): ours(SamplingParams(temperature=0.0, max_tokens=num_tokens))}
-    found |= {(OURS, width): ours(beam_params(width, n=width, max_tokens=num_tokens)) for width in widths}
+    of_ours: dict[int | str, Any] = {GREEDY: SamplingParams(temperature=0.0, max_tokens=num_tokens)}
+    of_ours |= {width: beam_params(width, n=width, max_tokens=num_tokens) for width in widths}
+    found = {(OURS, width): search_in_engine(bench, params) for width, params in of_ours.items()}
     for name, model in peers(bench).items():
         found |= {(name, GREEDY if width == 1 else width): peer(model, width) for width in sorted({1, *widths})}
     return found
+
+
+def search_in_engine(bench: Bench, params: Any) -> Search:
+    """By beams, or an ordinary request: the best text of each clip."""
+    llm = engine(bench)
+    prompts = Prompts(llm)
+
+    def hear(heard: Sequence[Clip]) -> list[str]:
+        outputs = generate(llm, [prompts.for_engine(clip) for clip in heard], params)
+        return [output.outputs[0].text for output in outputs]
+
+    return hear
 
 
 def client_loop(bench: Bench, num_tokens: int) -> Search:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from typing import NamedTuple
+from unittest import mock
 
 from transformers import WhisperFeatureExtractor
 
 from benchmarks.common import generate, timed
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.whisper import WhisperInCTranslate2, WhisperInTransformers
-from benchmarks.tables.speech import NUM_TOKENS, OURS, Prompts, engine, peers, spoken
+from benchmarks.tables.speech import NUM_TOKENS, OURS, Prompts, batches_of_clips, engine, peers
 from benchmarks.watch import clocked, runner_of
 from benchmarks.whisper_base.speech import Clip
 from vllm_trie import beam_params
 
 WIDTH = 5
+SHARED = f'{OURS}, shared_prefix_attention="on"'
 
 
 class Parts(NamedTuple):
@@ -46,20 +50,21 @@ def measure(bench: Bench, count: int) -> Measured:
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(8, NUM_TOKENS, NUM_TOKENS)
     width = setting.widths[0] if setting.widths else setting.pick(2, WIDTH, WIDTH)
-    runs = {OURS: _ours(bench, width, num_tokens)}
+    ours = _ours(bench, width, num_tokens)
+    runs = {OURS: ours, SHARED: _sharing(bench, ours)}
     runs |= {name: _of_peer(bench, model, width, num_tokens) for name, model in peers(bench).items()}
-    warm_up, *heard = spoken(1 + setting.repeats * count)
+    warm_up, *batches = batches_of_clips(setting, count)
     for run in runs.values():
-        run([warm_up])
+        run(warm_up)
     parts: dict[str, list[Parts]] = {name: [] for name in runs}
-    for start in range(0, len(heard), count):
+    for batch in batches:
         for name, run in runs.items():
-            parts[name].append(run(heard[start : start + count]))
+            parts[name].append(run(batch))
     rows = list[Cell]()
     for name, own in parts.items():
         medians = (statistics.median(values) for values in zip(*own, strict=True))
         rest = statistics.median(one.rest for one in own)
-        rows.append((count, width, name, *medians, rest if name == OURS else "", len(own)))
+        rows.append((count, width, name, *medians, rest if name in (OURS, SHARED) else "", len(own)))
     return Measured(rows)
 
 
@@ -85,6 +90,21 @@ def _ours(bench: Bench, width: int, num_tokens: int) -> Timed:
     return hear
 
 
+def _sharing(bench: Bench, ours: Timed) -> Timed:
+    """The same search where attention reads what an encoder made once for all beams, as with the option "on"."""
+    builders = [
+        builder for group in chain(*runner_of(engine(bench)).attn_groups) for builder in group.metadata_builders
+    ]
+
+    def hear(heard: Sequence[Clip]) -> Parts:
+        with ExitStack() as stack:
+            for builder in builders:
+                stack.enter_context(mock.patch.object(builder, "option", "on"))
+            return ours(heard)
+
+    return hear
+
+
 def _of_peer(bench: Bench, model: WhisperInTransformers | WhisperInCTranslate2, width: int, num_tokens: int) -> Timed:
     prompts = Prompts(engine(bench))
 
@@ -105,6 +125,7 @@ TABLE = Table(
     cells,
     measure,
     f"of a call with {WIDTH} beams, clocks running, medians; decoder: forward passes and logits of ours, all of the "
-    "others' search; rest: scheduling, selection, KV and texts; clips as in the table of speech to text",
+    'others\' search; rest: scheduling, selection, KV and texts; "on": attention reads what the encoder made once for '
+    'all beams, as "auto" does from 8 beams on; clips as in the table of speech to text',
     is_of_speech=True,
 )
