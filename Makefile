@@ -46,7 +46,7 @@ pytest: $(READY)
 
 test-fast: $(READY)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks
+	$(PYTHON) -m pytest -m "not slow and not nightly" --numprocesses 2 --ignore tests/benchmarks
 
 test-nightly: $(READY)
 	$(PYTHON) -m pytest -m nightly
@@ -73,7 +73,7 @@ check-vllm: $(READY)
 	$(PYTHON) tools/check_vllm.py $(VERSION) $(if $(PACKAGE),--package $(PACKAGE)) $(if $(PLATFORM),--platform $(PLATFORM))
 
 examples: $(READY)
-	EXAMPLES_MODEL=real $(PYTHON) -m pytest --numprocesses 0 tests/test_examples.py
+	EXAMPLES_MODEL=real $(PYTHON) -m pytest -m "" --numprocesses 0 tests/test_examples.py
 
 wheel: $(READY_TOOLS)
 	rm -rf dist

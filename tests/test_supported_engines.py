@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.audio import EOS, NO_TIMESTAMPS, PROMPT, START, TRANSCRIBE, TRANSLATE, make_whisper
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.supported_engines import model_suppressed_tokens, model_timestamp_rules
+from vllm_trie.supported_engines import model_decoder_prompt, model_suppressed_tokens, model_timestamp_rules
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +53,25 @@ def test_rules_of_timestamps_need_ids_that_fit_the_model_and_a_prompt_that_asks(
     assert model_timestamp_rules(model, CONFIG | changes, prompt) == expected
 
 
+PREVIOUS = 7
+
+
+@pytest.mark.parametrize(
+    ("previous", "prompt", "expected"),
+    [
+        (PREVIOUS, [START, PREVIOUS, 5, *TASK], [PREVIOUS, 5, *TASK]),
+        (PREVIOUS, [PREVIOUS, 5, *TASK], [PREVIOUS, 5, *TASK]),
+        (PREVIOUS, TASK, TASK),
+        (PREVIOUS, [START], [START]),
+        (None, [START, PREVIOUS, 5, *TASK], [START, PREVIOUS, 5, *TASK]),
+    ],
+)
+def test_no_start_token_precedes_what_was_said_before(
+    model: ModelConfig, previous: int | None, prompt: list[int], expected: list[int]
+) -> None:
+    assert model_decoder_prompt(model, {"prev_sot_token_id": previous}, prompt) == expected
+
+
 def test_nothing_is_ruled_where_vllms_own_defaults_are_asked_for_nor_without_an_encoder(
     whisper: Path, model: ModelConfig
 ) -> None:
@@ -62,3 +81,5 @@ def test_nothing_is_ruled_where_vllms_own_defaults_are_asked_for_nor_without_an_
         unruled = other.create_model_config()
         assert model_suppressed_tokens(unruled, config) is None
         assert model_timestamp_rules(unruled, config, TASK) is None
+        said_before = [START, PREVIOUS, 5, *TASK]
+        assert model_decoder_prompt(unruled, {"prev_sot_token_id": PREVIOUS}, said_before) == said_before

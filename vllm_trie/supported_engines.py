@@ -99,8 +99,8 @@ def model_timestamp_rules(
 ) -> tuple[int, int, int | None] | None:
     """What Whisper's rules of timestamps need, as transformers' `generate` reads it; None if they do not apply.
 
-    They apply to encoder-decoder models that have `<|notimestamps|>`, after prompts without it. If the model has
-    several tasks, the prompt must name one: before the task a model names the language, not a timestamp.
+    They apply to encoder-decoder models that have `<|notimestamps|>`, after prompts without it. If the configuration
+    lists tasks, the prompt must name one: before the task a model names the language, not a timestamp.
 
     Returns:
         EOS, `<|notimestamps|>`, and the greatest index of the first timestamp, if there is a bound.
@@ -114,6 +114,18 @@ def model_timestamp_rules(
     tasks = (generation_config.get("task_to_id") or {}).values()
     is_at_task = not tasks or any(task in prompt for task in tasks)
     return (eos, no_timestamps, generation_config.get("max_initial_timestamp_index")) if is_at_task else None
+
+
+def model_decoder_prompt(
+    model_config: ModelConfig, generation_config: Mapping[str, Any], prompt: list[int]
+) -> list[int]:
+    """A prompt as transformers has it: before Whisper's `<|startofprev|>`, vLLM alone puts a start token.
+
+    Source: transformers 5.19 `GenerationMixin._prepare_decoder_input_ids_for_generation`.
+    """
+    previous = generation_config.get("prev_sot_token_id")
+    is_extended = _follows_generation_config(model_config) and previous is not None and prompt[1:2] == [previous]
+    return prompt[1:] if is_extended else prompt
 
 
 def _follows_generation_config(model_config: ModelConfig) -> bool:

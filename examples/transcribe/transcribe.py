@@ -1,7 +1,7 @@
 """Transcribes a sound file by beams, and shows the best hypotheses for each of its parts.
 
-Parts whose best hypothesis is doubtful are sampled at rising temperatures, and parts in which nobody speaks are empty,
-as in faster-whisper. That is done here, by further requests: an engine answers each request by itself.
+Parts whose best hypothesis is doubtful are sampled at rising temperatures, and parts in which nobody speaks are left
+out, both by the rules of faster-whisper. That is done here, by further requests: an engine answers each by itself.
 """
 
 import argparse
@@ -30,10 +30,20 @@ def logprob(hypothesis: CompletionOutput) -> float:
     return hypothesis.cumulative_logprob / max(len(hypothesis.token_ids), 1)
 
 
-def is_doubtful(hypothesis: CompletionOutput) -> bool:
-    """Whether a text repeats itself, or is improbable."""
-    text = hypothesis.text.encode()
-    return len(text) > MOST_COMPRESSION * len(zlib.compress(text)) or logprob(hypothesis) < LEAST_LOGPROB
+def repeats_itself(hypothesis: CompletionOutput) -> bool:
+    """Whether a text compresses too well."""
+    text = hypothesis.text.strip().encode()
+    return len(text) > MOST_COMPRESSION * len(zlib.compress(text))
+
+
+def is_silence(best: CompletionOutput, silence: float) -> bool:
+    """Whether nobody speaks: it is probable, and a part's best text is not."""
+    return silence > MOST_SILENCE and logprob(best) < LEAST_LOGPROB
+
+
+def is_doubtful(best: CompletionOutput, silence: float) -> bool:
+    """Whether a part's best text repeats itself or is improbable, unless nobody speaks."""
+    return (repeats_itself(best) or logprob(best) < LEAST_LOGPROB) and not is_silence(best, silence)
 
 
 def silences(llm: LLM, heard: list[dict[str, Any]], start: int) -> list[float]:
@@ -48,20 +58,40 @@ def silences(llm: LLM, heard: list[dict[str, Any]], start: int) -> list[float]:
     return [math.exp(output.outputs[0].logprobs[0][mark].logprob) for output in outputs]
 
 
-def transcribed(llm: LLM, prompts: list[dict[str, Any]], width: int) -> list[list[CompletionOutput]]:
-    """The hypotheses of each part, best first: those of a search, or the last samples if that is doubtful."""
+def transcribed(
+    llm: LLM, prompts: list[dict[str, Any]], width: int, quiet: list[float]
+) -> list[list[CompletionOutput]]:
+    """The hypotheses of each part, best first: those of a search, or samples if that is doubtful.
+
+    If the samples of all temperatures are doubtful, too, the best attempt counts: the likeliest whose text does not
+    repeat itself, or the likeliest if all do.
+    """
     outputs = llm.generate(prompts, beam_params(width, n=width, max_tokens=None))
-    found = [output.outputs for output in outputs]
+    attempts = [[output.outputs] for output in outputs]
+    suppressed = llm.model_config.try_get_generation_config().get("suppress_tokens") or []  # by beams they are anyway
     for temperature in TEMPERATURES:
-        again = [number for number, hypotheses in enumerate(found) if is_doubtful(hypotheses[0])]
-        if not again:
+        doubtful = [part for part, of_part in enumerate(attempts) if is_doubtful(of_part[-1][0], quiet[part])]
+        if not doubtful:
             break
-        params = SamplingParams(temperature=temperature, n=SAMPLES, max_tokens=None, logprobs=0, seed=0)
-        outputs = llm.generate([prompts[number] for number in again], params, use_tqdm=False)
-        for number, output in zip(again, outputs, strict=True):
+        params = SamplingParams(
+            temperature=temperature,
+            n=SAMPLES,
+            max_tokens=None,
+            min_tokens=1,
+            logit_bias=dict.fromkeys(suppressed, -100.0),
+            logprobs=0,
+            seed=0,
+        )
+        outputs = llm.generate([prompts[part] for part in doubtful], params, use_tqdm=False)
+        for part, output in zip(doubtful, outputs, strict=True):
             texts = {sample.text: sample for sample in output.outputs}  # several may be the same
-            found[number] = sorted(texts.values(), key=logprob, reverse=True)
-    return found
+            attempts[part].append(sorted(texts.values(), key=logprob, reverse=True))
+    return [
+        max(of_part, key=lambda tried: (not repeats_itself(tried[0]), logprob(tried[0])))
+        if is_doubtful(of_part[-1][0], silence)
+        else of_part[-1]
+        for of_part, silence in zip(attempts, quiet, strict=True)
+    ]
 
 
 if __name__ == "__main__":
@@ -83,11 +113,12 @@ if __name__ == "__main__":
     heard = [{"prompt": "", "multi_modal_data": {"audio": (part, rate)}} for part in parts]
     prompts = [{"encoder_prompt": part, "decoder_prompt": start} for part in heard]
     seconds, quiet = 0.0, silences(llm, heard, start["prompt_token_ids"][0])
-    for part, silence, hypotheses in zip(parts, quiet, transcribed(llm, prompts, arguments.beam_width), strict=True):
+    found = transcribed(llm, prompts, arguments.beam_width, quiet)
+    for part, silence, hypotheses in zip(parts, quiet, found, strict=True):
         print(f"from second {seconds:.1f} on")
-        if silence > MOST_SILENCE and logprob(hypotheses[0]) < LEAST_LOGPROB:
+        if is_silence(hypotheses[0], silence):
             print("  nobody speaks")
-            hypotheses = []
-        for hypothesis in hypotheses:
-            print(f"  {logprob(hypothesis):8.4f}  {hypothesis.text.strip()}")
+        else:
+            for hypothesis in hypotheses:
+                print(f"  {logprob(hypothesis):8.4f}  {hypothesis.text.strip()}")
         seconds += len(part) / rate

@@ -14,6 +14,8 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
 from benchmarks.model_wheels import UnavailableError
+from benchmarks.whisper_base import get as whisper
+from benchmarks.whisper_base.speech import speaker_is_here
 from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
@@ -48,6 +50,7 @@ def test_demo_shows_answers_blocks_times_and_drafts(
     assert demo.main() == 0
     shown = capsys.readouterr().out
     assert [promised for promised in PROMISED if promised not in shown] == []
+    assert ("5. SPEECH" in shown) == (whisper.is_at_hand() and speaker_is_here())
     if "--toy" not in options:
         assert "Paris" in shown
 

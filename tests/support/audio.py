@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from transformers import (
     WhisperTokenizer,
 )
 
+from tests.support.forks import Fork
 from tests.support.reference import Answer
 
 SAMPLING_RATE = 16_000
@@ -29,7 +30,7 @@ NUM_AUDIO_TOKENS = 50  # that the encoder makes of a second: two blocks of 32, t
 SPECIAL = "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"
 EOS, START, ENGLISH, TRANSLATE, TRANSCRIBE, NO_TIMESTAMPS = range(256, 256 + len(SPECIAL))
 FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
-PREVIOUS = "<|startofprev|>"
+PREVIOUS = EOS - 1  # in a whole Whisper
 TIMESTAMPS_PER_SECOND = 50
 PROMPT = [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
 
@@ -38,10 +39,12 @@ def make_whisper(folder: Path, num_timestamps: int = 1, **generation: Any) -> Pa
     """Save one whose tokens are words, and Whisper's own marks; `generation` is of its generation configuration."""
     marks = [*SPECIAL, *(f"<|{step / TIMESTAMPS_PER_SECOND:.2f}|>" for step in range(num_timestamps))]
     words = {f"Ġw{token}": token for token in range(EOS)}
-    if num_timestamps > 1:  # a whole Whisper, which has this mark, too
-        words[PREVIOUS] = words.pop(f"Ġw{EOS - 1}")
+    if num_timestamps > 1:  # a whole Whisper, which reads what was said before, and has a mark of it
+        words |= {letter: words.pop(f"Ġw{token}") for token, letter in enumerate("Ġab")}
+        words["<|startofprev|>"] = words.pop(f"Ġw{PREVIOUS}")
+        generation["prev_sot_token_id"] = PREVIOUS
     tokenizer = WhisperTokenizer(vocab=words, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": [*marks[1:], *words.keys() & {PREVIOUS}]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*marks[1:], *words.keys() & {"<|startofprev|>"}]})
     assert tokenizer.convert_tokens_to_ids(marks) == [*range(EOS, EOS + len(marks))]
     ears = WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLING_RATE, chunk_length=1)
     config = WhisperConfig(
@@ -101,6 +104,11 @@ def recording(seed: int, seconds: float = 1.0) -> tuple[bytes, np.ndarray]:
     return file.getvalue(), samples.astype(np.float32) / 32768
 
 
+def start_hearing(command: Sequence[str], environment: Mapping[str, str], output: IO[str]) -> Fork:
+    """Start a server that reads WAV files."""
+    return Fork(["-m", "tests.support.hears", *command[1:]], environment, output)
+
+
 def prompt_of(heard: np.ndarray, decoder_prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
     """To vLLM."""
     encoder_prompt = {"prompt": "", "multi_modal_data": {"audio": (heard, SAMPLING_RATE)}}
@@ -122,7 +130,6 @@ def transformers_answers(
     Args:
         has_rules_of_timestamps: Whisper's rules hold, and count tokens from the task on.
     """
-    assert prompt[0] == START, "transformers would put it before the prompt"
     of_all = {"decoder_input_ids": torch.tensor([prompt]), "num_return_sequences": width}
     options |= _search(width, max_tokens)
     if has_rules_of_timestamps:

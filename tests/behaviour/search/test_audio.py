@@ -21,6 +21,7 @@ from tests.support.audio import (
     FIRST_TIMESTAMP,
     NO_TIMESTAMPS,
     NUM_AUDIO_TOKENS,
+    PREVIOUS,
     PROMPT,
     START,
     TIMESTAMPS_PER_SECOND,
@@ -204,7 +205,7 @@ WITH_TIMESTAMPS = {
     "freely": TASK,
     "from the start": [*TASK, FIRST_TIMESTAMP],
     "from a text": [*TASK, FIRST_TIMESTAMP + 2, 7, FIRST_TIMESTAMP + 20, FIRST_TIMESTAMP + 20, 8],
-    "after what was said before": [START, 5, FIRST_TIMESTAMP + 40, *TASK],  # transformers wants it to begin so
+    "after what was said before": [PREVIOUS, 5, FIRST_TIMESTAMP + 40, *TASK],
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import openai
 import pytest
@@ -18,17 +18,19 @@ from tests.support.audio import (
     ENGLISH,
     EOS,
     FIRST_TIMESTAMP,
+    NO_TIMESTAMPS,
+    PREVIOUS,
     SAMPLING_RATE,
     START,
     TIMESTAMPS_PER_SECOND,
     TRANSCRIBE,
     make_whisper,
     recording,
+    start_hearing,
     transformers_answers,
     whispers_answer,
 )
 from tests.support.documents import TRANSCRIBES, Example, run_here
-from tests.support.forks import Fork
 from tests.support.reference import Answer
 
 pytestmark = pytest.mark.slow
@@ -48,12 +50,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
     limits = ["--max-model-len", "128", "--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
     limits += ["--num-gpu-blocks-override", "24"]  # too few for long answers of 16 beams
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, *limits, command=command, start=start) as server:
+    with serving(log, *limits, command=command, start=start_hearing) as server:
         yield server
-
-
-def start(command: Sequence[str], environment: Mapping[str, str], output: IO[str]) -> Fork:
-    return Fork(["-m", "tests.support.hears", *command[1:]], environment, output)
 
 
 def transcribe(server: Server, seed: int, task: str = "transcribe", seconds: float = 1.0, **fields: Any) -> Any:
@@ -160,6 +158,16 @@ def test_segments_are_those_of_transformers_best_hypothesis(server: Server, mode
         assert [(round(one["start"], 2), round(one["end"], 2), one["text"]) for one in answer.segments] == expected
         num_segments += len(expected)
     assert num_segments > len(seeds)
+
+
+def test_what_was_said_before_precedes_the_prompt_as_in_transformers(server: Server, model: Path) -> None:
+    said = AutoTokenizer.from_pretrained(model).get_prompt_ids("ab ba", return_tensors="np").tolist()
+    assert said[0] == PREVIOUS
+    prompt = [*said, START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
+    (best, *_) = transformers_answers(model, recording(3)[1], WIDTH, MAX_TOKENS, prompt)
+    answer = transcribe(server, 3, prompt="ab ba", vllm_xargs={"beam_width": WIDTH})
+    assert answer.text == text_of(model, best)
+    assert answer.text != transcribe(server, 3, vllm_xargs={"beam_width": WIDTH}).text
 
 
 @pytest.mark.nightly

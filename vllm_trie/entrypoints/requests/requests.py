@@ -39,6 +39,7 @@ from vllm_trie.speculative_config import speculative_config_drafts, speculative_
 from vllm_trie.supported_engines import (
     engine_has_logits_processors,
     has_beams,
+    model_decoder_prompt,
     model_padding_token,
     model_suppressed_tokens,
     model_timestamp_rules,
@@ -283,6 +284,10 @@ def _prepare_request(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_vllm_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
+    if beam.semantics == "hf" and request.prompt_token_ids is not None:
+        request.prompt_token_ids = model_decoder_prompt(
+            model_config, processor.generation_config_fields, request.prompt_token_ids
+        )
     check_request_data(data, model_config.get_vocab_size(), sampling_params_stops(params))
     if data.phrases is not None:
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})

@@ -130,9 +130,9 @@ def _refuse_server_fields(
 
 
 def served_by_vllms_rules(request: TextRequest | ResponsesRequest | SpeechRequest, xargs: Mapping[str, Any]) -> bool:
-    """Whether vLLM's rules apply to a `use_beam_search` request with these `vllm_xargs`, which name no rules.
+    """Whether vLLM's rules are the default of a `use_beam_search` request with these `vllm_xargs`.
 
-    They would repeat the end of speech up to `max_tokens`.
+    They are not for speech, whose end they would repeat up to `max_tokens`.
     """
     if isinstance(request, SpeechRequest) or "semantics" in xargs:
         return False

@@ -17,6 +17,7 @@ from vllm_trie.entrypoints.server.server import SpeechRequest
 from vllm_trie.options.request import options_ask_for_beams
 
 MARKS = ["<|startofprev|>", "<|0.00|>"]  # the texts of the fields of `SpeechMarks`
+TIMESTAMPS_PER_SECOND = 50
 _ends: ContextVar[dict[float, float]] = ContextVar("trie_beam_speech_ends")  # starts of parts -> ends, in seconds
 
 
@@ -24,7 +25,7 @@ class SpeechMarks(NamedTuple):
     """Special tokens of Whisper."""
 
     previous: int  # precedes the previous text
-    first: int  # the first timestamp; there are 50 per second
+    first: int  # the first timestamp
 
 
 def speech_asks_for_beams(request: SpeechRequest) -> bool:
@@ -45,7 +46,8 @@ async def preprocess_speech(
     if marks is None:
         return await original(self, request, *args, **kwargs)
     said = request.prompt
-    request.prompt = ""  # vLLM 0.32 would put `<|prev|>` before it, which is not a token of Whisper
+    # vLLM would put `<|prev|>` before it, which is no token of Whisper. It writes into the request: a copy will not do.
+    request.prompt = ""
     parts, duration, starts = await original(self, request, *args, **kwargs)
     request.prompt = said
     _ends.set(dict(zip(starts, [*starts[1:], duration], strict=True)))
@@ -89,13 +91,13 @@ def get_all_segments(
     if marks is None:
         return original(**call)
     if tokens and tokens[-1] == self.tokenizer.eos_token_id:
-        tokens = tokens[:-1]
+        call["tokens"] = tokens = tokens[:-1]
     if not tokens:
         return []
     first = marks.first
     if tokens[-1] < first:
         last = next((token for token in reversed(tokens) if token >= first), first)
-        end = max(last, first + round((_ends.get()[start_time] - start_time) * 50))
+        end = max(last, first + round((_ends.get()[start_time] - start_time) * TIMESTAMPS_PER_SECOND))
+        call["tokens"] = (*tokens, end)
         call["log_probs"] = [*(call["log_probs"][place] for place in range(len(tokens))), {end: Logprob(0.0)}]
-        tokens = (*tokens, end)
-    return original(**{**call, "tokens": tokens})
+    return original(**call)
