@@ -1,7 +1,7 @@
 """Speech whose words are known: sentences of our own, in several languages, said by espeak-ng.
 
 espeak-ng is a program (Debian: `apt-get install espeak-ng`). Each clip has its own voice, speed and pitch: slow ones,
-and no women's voices, of which Whisper base understands less. French it hardly understands by any of them.
+and no women's voices, of which Whisper base understands less.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path
     [
         (['{"prompt": "a"}', '{"prompt": '], "line 2 is not JSON: "),
         (['{"prompt": "a"}', '["a"]'], "line 2 is not a JSON object but '[\"a\"]'"),
+        ([f'"{50 * "é"}"'], "line 1 is not a JSON object but '\"éé"),
         (['{"text": "a", "id": 3}'], "line 1 has no 'prompt'; it has: text, id; choose one by --field"),
         (["{}"], "line 1 has no 'prompt'; it has: nothing"),
         (['{"prompt": [1, 2]}'], "line 1: 'prompt' is not a text but [1, 2]"),

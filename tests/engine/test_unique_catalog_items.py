@@ -128,6 +128,13 @@ def check_searches_of_all_widths(max_examples: int) -> None:
     assert num_extended > max_examples / 4
 
 
+def test_steps_narrower_than_the_search_find_different_items() -> None:
+    """Two sequences of one item come before the other item, and as many as the catalog has fit into the last step."""
+    along = Along({(1,): 0, (2,): 0, (3,): 1}), {}
+    for seed in range(8):
+        check_narrow(along, [2, 3], {"length_penalty": 1.0, "early_stopping": False}, seed)
+
+
 def test_a_search_finds_what_a_plain_loop_finds() -> None:
     check_searches_of_all_widths(60)
 

@@ -35,6 +35,10 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
         ({"num_beam_groups": 0}, "num_beam_groups=0 is not a number of groups; pass an integer >= 1"),
         ({"num_beam_groups": True}, "num_beam_groups=True is not a number of groups"),
         ({"diversity_penalty": -0.1}, "diversity_penalty=-0.1 is not a difference of log-probabilities"),
+        (
+            {"diversity_penalty": 1e10},
+            "diversity_penalty=10000000000.0 is not a difference of log-probabilities; pass a number from 0 to 1,000",
+        ),
         ({"diversity_penalty": math.inf}, "diversity_penalty=inf is not a difference of log-probabilities"),
         (
             GROUPED | {"num_beam_groups": 3},

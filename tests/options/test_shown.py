@@ -58,6 +58,7 @@ def test_a_short_value_is_shown_as_it_is(value: object) -> None:
 
 
 def test_a_long_name_keeps_its_beginning_and_its_end() -> None:
+    assert shown_option_name("\ud800\n'é") == "\\ud800\\n'é"
     assert shown_option_name("begin" + "a" * MANY + "end").startswith("begina")
     assert shown_option_name("begin" + "a" * MANY + "end").endswith("aend")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from vllm import exceptions
 
 from vllm_trie.step_search.online import StepSearches, _step_search_in_thread
 
@@ -55,6 +57,20 @@ class Reckoning:
         return []
 
 
+class Endless(Reckoning):
+    """A search that goes on until it is aborted."""
+
+    def judge(self, scores: list[float]) -> bool:
+        return False
+
+    def aborted(self) -> str:
+        return "so far"
+
+
+class Paused(exceptions.GenerationError):
+    """What vLLM 0.33 raises."""
+
+
 async def draw(candidate_id: str, prompt: str, params: None) -> AsyncGenerator[Any, None]:
     yield candidate_id
 
@@ -71,6 +87,30 @@ def test_others_have_their_turns_while_a_search_reckons() -> None:
         assert request.is_ended
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("num_rounds", [0, 2])
+def test_a_search_that_an_engine_pauses_answers_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, num_rounds: int
+) -> None:
+    """vLLM 0.33 refuses candidates then. A search that has none yet is refused, too."""
+    monkeypatch.setattr(exceptions, "RetryableRequestError", Paused, raising=False)
+    left = num_rounds
+
+    async def pausing_draw(candidate_id: str, prompt: str, params: None) -> AsyncGenerator[Any, None]:
+        nonlocal left
+        if not left:
+            raise Paused("Generation is paused.")
+        left -= 1
+        yield candidate_id
+
+    async def ask() -> None:
+        request: Any = Endless()
+        engine: Any = AnEngine()
+        assert [output async for output in StepSearches()._search(engine, request, pausing_draw)] == ["so far"]
+
+    with nullcontext() if num_rounds else pytest.raises(Paused):
+        asyncio.run(ask())
 
 
 def test_who_cancels_what_reckons_waits_until_it_is_done() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +124,9 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
                 except ValueError as error:
                     raise JobError(f"{path}, line {number} is not JSON: {error}") from None
                 if not isinstance(row, dict):
-                    raise JobError(f"{path}, line {number} is not a JSON object but {line.strip()[:40].decode()!r}")
+                    raise JobError(
+                        f"{path}, line {number} is not a JSON object but {line.strip()[:40].decode(errors='replace')!r}"
+                    )
                 yield number, row
-    except (OSError, EOFError) as error:  # EOFError: the compressed file is cut short
+    except (OSError, EOFError, zlib.error) as error:  # the latter two: the compressed file is cut short, or damaged
         raise JobError(f"{path} cannot be read: {error}") from None

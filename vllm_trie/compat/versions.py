@@ -32,6 +32,14 @@ def vllm_beams_have_allowlist(params: BeamSearchParams) -> bool:
     return own_vllm_beams().has_allowlist and params.allowed_token_ids is not None
 
 
+def is_refusal_of_paused_vllm(error: Exception) -> bool:
+    """Whether an engine refused a request because it is paused; 0.32 lets requests wait."""
+    from vllm import exceptions
+
+    refusal = getattr(exceptions, "RetryableRequestError", None)
+    return refusal is not None and isinstance(error, refusal)
+
+
 def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:
     """The tokens that end a beam in vLLM's own beam search.
 

@@ -111,8 +111,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self.wake()
         self._groups[request.request_id] = group = _GroupKVBlocks(request.num_tokens, paths)
         num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
-        prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
-        return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
+        prefix = self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded)
+        return prefix + self._blocks_to_fan_out(group)
 
     def _blocks_of_prefix(self, num_tokens: int, num_encoded: int) -> int:
         """Blocks of a request with so many tokens in the decoder and so many encoder outputs."""
@@ -355,15 +355,15 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         """
         tries = self._groups[request_id].tries
         paths = [self._row_path(trie, row, num_tokens // trie.block_size) for trie in tries]
-        if all(block.is_null or block.block_hash is not None for path in paths for block in path):
+        before = [_hashed_group_blocks(path, trie.block_size) for trie, path in zip(tries, paths, strict=True)]
+        if sum(map(len, before)) == sum(not block.is_null for path in paths for block in path):
             return
-        for manager, path in zip(self._managers, paths, strict=True):  # as if vLLM had given them to a request
-            hashed = [number for number, block in enumerate(path, 1) if block.block_hash is not None]
+        for manager, path, hashed in zip(self._managers, paths, before, strict=True):
+            # As if vLLM had given them to a request.
             manager.req_to_blocks[request_id], manager.num_cached_block[request_id] = path, max(hashed, default=0)
-        before = list(map(_num_hashed_group_blocks, paths))
         super().cache_blocks(history(), num_tokens)
-        for trie, path, num_hashed in zip(tries, paths, before, strict=True):
-            trie.counts.cached += _num_hashed_group_blocks(path) - num_hashed
+        for trie, path, hashed in zip(tries, paths, before, strict=True):
+            trie.counts.cached += len(_hashed_group_blocks(path, trie.block_size)) - len(hashed)
         self.coordinator.pop_blocks_for_free(request_id)
 
     def _row_path(self, trie: BlockTrie, row: int, num_blocks: int) -> list[KVCacheBlock]:
@@ -516,8 +516,12 @@ def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: 
     return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
 
 
-def _num_hashed_group_blocks(blocks: Iterable[KVCacheBlock]) -> int:
-    return sum(block.block_hash is not None for block in blocks)
+def _hashed_group_blocks(path: Iterable[KVCacheBlock], block_size: int) -> list[int]:
+    """The numbers, from 1 on, of a row's blocks that the prefix cache has whole; of others it may have the beginning.
+
+    vLLM enters so the last block of a prompt where KV cache groups have blocks of different sizes.
+    """
+    return [number for number, block in enumerate(path, 1) if (block.block_hash_num_tokens or 0) >= number * block_size]
 
 
 def _manager_blocks_skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:

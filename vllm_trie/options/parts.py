@@ -23,6 +23,7 @@ MOST_PENALTY = 6  # a million tokens to the power of 6 still fits float32
 MOST_VLLM_PENALTY = 40  # ten million to the power of 40 still fits float64, which vLLM's rules use
 MOST_NGRAM = 64  # tokens, compared one by one in every step
 MOST_WIDTHS = 4_096  # entries of `beam_widths`
+MOST_DIVERSITY = 1e9  # a penalty that no log-probability outweighs
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; larger sets belong in a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # of strings: about as long as 2,000,000 tokens
 MOST_EXCLUDED_JSON = 2_200_000  # characters: 100,000 ids of twenty digits, a comma and a space
@@ -79,6 +80,7 @@ PhraseBoost = Annotated[
 # How the refusal of a value goes on after the option and the value.
 _RATIO = "is not a ratio of probabilities; pass a number in (0, 1]"
 _DIFFERENCE = "is not a difference of log-probabilities; pass a number >= 0"
+_DIVERSITY = f"is not a difference of log-probabilities; pass a number from 0 to {MOST_DIVERSITY:,.0f}"
 _WAYS = "is not a number of continuations; pass an integer >= 1"
 _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _WIDTHS = f"is not a list of numbers of beams; pass 1 to {MOST_WIDTHS:,} integers >= 1"
@@ -159,7 +161,7 @@ class Ranking(Options):
         None, _WIDTHS, min_length=1, max_length=MOST_WIDTHS, fail_fast=True
     )
     num_beam_groups: int = option(1, "is not a number of groups; pass an integer >= 1", ge=1)
-    diversity_penalty: Number = option(0.0, _DIFFERENCE, ge=0, lt=math.inf)
+    diversity_penalty: Number = option(0.0, _DIVERSITY, ge=0, le=MOST_DIVERSITY)
     prune_relative: Number | None = option(None, _RATIO, gt=0, le=1)
     prune_absolute: Number | None = option(None, _DIFFERENCE, ge=0, lt=math.inf)
     prune_relative_local: Number | None = option(None, _RATIO, gt=0, le=1)

@@ -42,8 +42,8 @@ def shown_option(value: Any) -> str:
 
 
 def shown_option_name(name: Any) -> str:
-    """A name without quotes, shortened in the middle."""
-    return _cut_option_text(str(name), MOST_SHOWN)
+    """A name without quotes, shortened in the middle; what is not printable is escaped."""
+    return _cut_option_text(repr(str(name))[1:-1], MOST_SHOWN)
 
 
 def listed_option_names(names: Iterable[Any]) -> str:

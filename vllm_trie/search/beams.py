@@ -77,10 +77,12 @@ class SearchBeams(NamedTuple):
 
     def after(self, going: NextSearchBeams) -> SearchBeams:
         """What the next beams carry, by slot, with states advanced where the step has not done so."""
-        states = dict(going.beams.states)
+        states, parents = dict(going.beams.states), going.parents
+        if self.scores.shape[1] == 1:  # the prompt, which groups of beams count as the first slot of each
+            parents = torch.zeros_like(parents)
         for key, state in self.states.items():
             if key.source is ConstraintSource.LAST_STEP and key not in states:
-                states[key] = key.advance(_gathered_in_search(state, going.parents), going.tokens)
+                states[key] = key.advance(_gathered_in_search(state, parents), going.tokens)
         return going.beams._replace(states=states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:

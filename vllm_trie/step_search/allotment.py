@@ -33,7 +33,8 @@ def allot_steps_by_score(scores: Sequence[float], total: int, temperature: float
     """
     best = max(scores)
     weights = [math.exp((score - best) / temperature) for score in scores]
-    exact = [total * weight / sum(weights) for weight in weights]
+    of_all = sum(weights)
+    exact = [total * weight / of_all for weight in weights]
     shares = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(shares)), key=lambda rank: shares[rank] - exact[rank])
     for rank in by_remainder[: total - sum(shares)]:

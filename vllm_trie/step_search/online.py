@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments_to_vllm
+from vllm_trie.compat.versions import is_refusal_of_paused_vllm
 from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.opening import open_step_request
@@ -80,12 +81,18 @@ class StepSearches(OnlineHook):
 
 
 async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
-    is_over = False
+    is_over = has_begun = False
     while not is_over:
         requests = await _step_search_in_thread(request.requests)
-        sampled = await _all_step_draws(
-            [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
-        )
+        try:
+            sampled = await _all_step_draws(
+                [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
+            )
+        except GenerationError as error:
+            if has_begun and is_refusal_of_paused_vllm(error):
+                return request.aborted()
+            raise
+        has_begun = True
         try:
             if candidates := request.take(sampled):
                 is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))

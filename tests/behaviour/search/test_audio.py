@@ -247,6 +247,19 @@ def test_timestamps_follow_the_rules_of_transformers(engines: Engines, model_wit
         assert agree(engine_answers(output, 1.0)[:1], [best])
 
 
+def test_groups_of_beams_are_suppressed_and_keep_to_timestamps(engines: Engines, model_with_timestamps: Path) -> None:
+    """The first group, which no other group's tokens hold back, is a search of its own."""
+    engine = engines(model_with_timestamps, max_model_len=128, max_num_batched_tokens=256)
+    options = {"num_beam_groups": 2, "diversity_penalty": 0.5, "max_tokens": MAX_TOKENS}
+    for seed, prompt in enumerate((PROMPT, TASK, [*TASK, FIRST_TIMESTAMP])):
+        (output,) = hears(engine, [(seed, prompt, beam_params(6, n=6, **options))])
+        found = {tuple(one.token_ids): one for one in output.outputs}
+        assert not {*OFTEN} & {token for tokens in found for token in tokens}
+        ruled = {"has_rules_of_timestamps": prompt is not PROMPT}
+        for answer in transformers_answers(model_with_timestamps, sound(seed), 3, MAX_TOKENS, prompt, **ruled):
+            assert tuple(answer.token_ids) in found, (seed, prompt)
+
+
 def test_timestamps_are_free_where_transformers_has_no_rules(engines: Engines, model_with_timestamps: Path) -> None:
     """After `<|notimestamps|>`, by vLLM's rules, before the task is named, and where tokens are allowed by name."""
     engine = engines(model_with_timestamps, max_model_len=128, max_num_batched_tokens=256)

@@ -183,8 +183,9 @@ def test_a_beam_of_one_is_what_vllm_transcribes_without(server: Server) -> None:
 def test_a_search_that_cannot_be_is_refused_in_one_sentence(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="use_beam_search with n=17 exceeds max_num_seqs=16"):
         transcribe(server, 1, use_beam_search=True, n=17)
-    with pytest.raises(openai.BadRequestError, match="beam_width=17 exceeds max_num_seqs=16"):
-        transcribe(server, 1, vllm_xargs={"beam_width": 17})
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="beam_width=17 exceeds max_num_seqs=16"):
+            transcribe(server, 1, stream=stream, vllm_xargs={"beam_width": 17})
 
 
 @pytest.mark.parametrize("width", [{"use_beam_search": True, "n": 16}, {"vllm_xargs": {"beam_width": 16}}], ids=str)

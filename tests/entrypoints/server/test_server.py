@@ -21,7 +21,7 @@ from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server import streams, use_beam_search
-from vllm_trie.entrypoints.server.server import is_server_request
+from vllm_trie.entrypoints.server.server import is_server_request, num_server_prompts
 from vllm_trie.options import parse_options
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
@@ -208,6 +208,57 @@ def test_a_number_of_any_length_is_quoted_in_short() -> None:
                 update={"logprobs": 10**digits}
             ).to_sampling_params(8, {})
         assert len(str(refusal.value)) < 200
+
+
+def test_options_are_refused_where_vllms_own_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ignore them."""
+    wrap_vllm("vllm_trie.entrypoints.server.server")
+    monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=None))
+    asked = CompletionRequest(prompt="x", use_beam_search=True, vllm_xargs={"other": 1, "beam_width": 3})
+
+    async def first(request: CompletionRequest) -> None:
+        params = request.to_beam_search_params(8, {})
+        await anext(use_beam_search.serve_beam_search.function(vllms_own, serving, {"type": "embeds"}, "1", params))
+
+    async def vllms_own(self: Any, prompt: Any, request_id: str, params: Any) -> Any:
+        yield None
+
+    with pytest.raises(BeamRequestError, match="vLLM's own loop runs it, without beam_width=3; leave it out"):
+        asyncio.run(first(asked))
+    asyncio.run(first(asked.model_copy(update={"vllm_xargs": {"other": 1}})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [5, 6]}, 1),
+        ({"prompt": ["x", "y"]}, 2),
+        ({"prompt": [[5], [6], [7]]}, 3),
+        ({"prompt_embeds": b"A"}, 1),
+        ({"prompt_embeds": [b"A", b"B"]}, 2),
+        ({"prompt": "x", "prompt_embeds": [b"A"]}, 2),
+    ],
+    ids=str,
+)
+def test_prompts_of_all_kinds_are_counted(fields: dict[str, Any], expected: int) -> None:
+    assert num_server_prompts(CompletionRequest(**{"prompt": None, **fields})) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [(CompletionRequest, {"prompt": "x"}), (ChatCompletionRequest, {"messages": []})]
+)
+def test_special_tokens_are_shown_as_the_server_is_set(kind: type, asked: dict[str, Any]) -> None:
+    """Where vLLM has such a default: 0.33."""
+    wrap_vllm("vllm_trie.entrypoints.server.server")
+    served = {"skip_special_tokens": False}
+    expected = kind(**asked).to_sampling_params(8, served).skip_special_tokens
+    assert kind(**asked, **beams(4)).to_sampling_params(8, served).skip_special_tokens == expected
+    as_vllm = kind(**asked, use_beam_search=True)
+    params = as_vllm.to_beam_search_params(8, served)
+    own = use_beam_search._served_beam_search_params(as_vllm, params, -1)
+    assert own.skip_special_tokens == params.skip_special_tokens == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"length_penalty": 0.5}, {"beam_width": 3}], ids=str)

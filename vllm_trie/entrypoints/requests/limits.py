@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
+MOST_OPEN = 1 << 16  # candidates of a search by steps that remembers those of all rounds
 MOST_TRACED = 1 << 18  # tokens of beams and drafts in the trace of one search
 MOST_WAITING = 16  # candidates of a round of steps, per row of the engine
 
@@ -103,6 +104,13 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
         )
+    if isinstance(beam, StepOptions) and beam.order != "breadth":  # what is not expanded stays open
+        num_open = width * beam.candidates * (beam.max_steps or 1)
+        if num_open > MOST_OPEN:
+            raise ValueError(
+                f"max_steps={beam.max_steps} with {width * beam.candidates} candidates each and order={beam.order!r} "
+                f"might keep {num_open:,} open, and at most {MOST_OPEN:,} are allowed; lower one of them"
+            )
 
 
 def check_request_stops(params: SamplingParams) -> None:

@@ -42,6 +42,8 @@ ALL_AT_ONCE = ("compact", "trace", "beam_results")  # options whose results come
 
 _IS_SERVED = "trie_beam_is_served"  # an attribute of parameters, and so not serialized
 
+_DEFAULTS = ("stop_token_ids", "skip_special_tokens")  # of the server that a search heeds: what does not sample
+
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which clients cannot send
 
 
@@ -67,7 +69,7 @@ def to_served_sampling_params(
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
     draws_steps = xargs.get("unit") == "step"  # by vLLM's sampler
-    defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k == "stop_token_ids"}
+    defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k in _DEFAULTS}
     fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
         fields["echo"] = False  # otherwise vLLM derives prompt_logprobs from it
@@ -165,9 +167,12 @@ def single_served_chat(original: Callable[..., ChatCompletionRequest], self: Any
 
 
 def num_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
-    """How many prompts a request has: a completion may have a list of texts, or of lists of tokens."""
-    prompt = request.prompt if isinstance(request, CompletionRequest) else None
-    return len(prompt) if prompt and isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    """How many prompts a request has: a completion may have lists of texts, of lists of tokens, and of embeddings."""
+    if not isinstance(request, CompletionRequest):
+        return 1
+    prompt, embeds = request.prompt, request.prompt_embeds
+    num_texts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else bool(prompt)
+    return max(num_texts + (len(embeds) if isinstance(embeds, list) else embeds is not None), 1)
 
 
 def _refuse_several_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:

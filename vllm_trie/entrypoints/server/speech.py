@@ -5,15 +5,17 @@ Requests without beams are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.logprobs import Logprob
 
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.server.server import SpeechRequest
+from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
 from vllm_trie.options.request import options_ask_for_beams
 
 MARKS = ["<|startofprev|>", "<|0.00|>"]  # the texts of the fields of `SpeechMarks`
@@ -56,6 +58,19 @@ async def preprocess_speech(
         decoder = part["decoder_prompt"]
         decoder["prompt_token_ids"] = [*before, *decoder["prompt_token_ids"]]
     return parts, duration, starts
+
+
+@wraps_vllm("_create_speech_to_text", SpeechToTextBaseServing)
+async def create_speech_response(
+    original: Callable[..., Awaitable[Any]], self: SpeechToTextBaseServing, *args: Any, **kwargs: Any
+) -> Any:
+    """The answer; a stream's first event is awaited, so that a refusal becomes a 400."""
+    call = arguments_to_vllm(original, self, *args, **kwargs)
+    events = await original(**call)
+    if not isinstance(events, AsyncGenerator) or not speech_asks_for_beams(call["request"]):
+        return events
+    first = await first_stream_event(events)
+    return first if isinstance(first, ErrorResponse) else chained_stream([first], events)
 
 
 def speech_marks(serving: SpeechToTextBaseServing) -> SpeechMarks | None:

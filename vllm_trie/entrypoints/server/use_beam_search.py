@@ -12,11 +12,12 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.compat.versions import vllm_beams_eos_ids, vllm_beams_have_allowlist
-from vllm_trie.entrypoints.requests.refusals import refusing_requests
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests
 from vllm_trie.entrypoints.requests.requests import CALLER, why_no_request_after
 from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest, served_by_vllms_rules
 from vllm_trie.messages import USE_BEAM_SEARCH
-from vllm_trie.options.request import options_ask_for_beams, refuse_other_option_names
+from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
+from vllm_trie.options.shown import shown_option
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -43,6 +44,7 @@ async def serve_beam_search(
     else:
         refusal = why_no_request_after(prompt, self.engine_client.vllm_config)
     if refusal is not None:
+        _refuse_beam_options_of_vllm(request, refusal)
         logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
     if refusal is not None or _is_served_at_once(params):
         outputs = original(self, *args, **kwargs)
@@ -65,6 +67,14 @@ async def serve_beam_search(
         yield output
 
 
+def _refuse_beam_options_of_vllm(request: TextRequest | SpeechRequest | None, why: str) -> None:
+    """Refuse options of the plugin where vLLM's own loop runs, which would ignore them."""
+    xargs = (request and request.vllm_xargs) or {}
+    if (name := next((name for name in xargs if name in OPTIONS), None)) is not None:
+        shown = shown_option(xargs[name])
+        raise BeamRequestError(f"use_beam_search {why}: vLLM's own loop runs it, without {name}={shown}; leave it out")
+
+
 def _is_served_at_once(params: BeamSearchParams) -> bool:
     """Whether vLLM's own loop answers with one empty hypothesis without calling the engine."""
     return params.max_tokens == 0
@@ -84,7 +94,7 @@ def _served_beam_search_params(
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
     copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
-    sampling_params = copied.to_sampling_params(params.max_tokens, {})
+    sampling_params = copied.to_sampling_params(params.max_tokens, {"skip_special_tokens": params.skip_special_tokens})
     if isinstance(request, SpeechRequest):
         sampling_params.temperature = 1.0  # vLLM's default here is greedy decoding
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
