@@ -72,6 +72,10 @@ def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"nowhere\.jsonl cannot be read: .*No such file"):
         read_job_prompts(tmp_path / "nowhere.jsonl", "prompt")
+    compressed = gzip.compress(b'{"prompt": "a"}\n' * 9)
+    (tmp_path / "damaged.gz").write_bytes(compressed[:10] + b"\xff" * (len(compressed) - 10))
+    with pytest.raises(JobError, match=r"damaged\.gz cannot be read: "):
+        read_job_prompts(tmp_path / "damaged.gz", "prompt")
     (tmp_path / "text.gz").write_text("no gzip")
     with pytest.raises(JobError, match=r"text\.gz cannot be read: .*[Nn]ot a gzip"):
         read_job_prompts(tmp_path / "text.gz", "prompt")

@@ -92,7 +92,6 @@ def test_speech_is_measured_beside_its_peers_and_hears_what_transformers_hears(
         assert row["max |Δ score|"] < 1e-4
     assert {row["number format"] for row in rows["word_errors"]} == {*word_errors.DTYPES}
     for row in rows["word_errors"]:
-        assert row["word error rate"] >= 0
         in_float32 = row["number format"] == "float32" and row["search"] == word_errors.BY_THEIR_RULES
         if in_float32 or row["search"] == speech.CTRANSLATE2:
             assert row["answers as CTranslate2's"] == row["clips"]

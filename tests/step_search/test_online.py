@@ -9,8 +9,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from vllm import exceptions
+from vllm.exceptions import GenerationError
 
+from vllm_trie.step_search import online
 from vllm_trie.step_search.online import StepSearches, _step_search_in_thread
 
 GIVE_UP = 10  # seconds until a loop that has no turn counts as blocked
@@ -60,14 +61,22 @@ class Reckoning:
 class Endless(Reckoning):
     """A search that goes on until it is aborted."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.search, self.scored = self, list[float]()
+
     def judge(self, scores: list[float]) -> bool:
+        self.scored += scores
         return False
+
+    def best_so_far(self, count: int) -> list[float]:
+        return self.scored[:count]
 
     def aborted(self) -> str:
         return "so far"
 
 
-class Paused(exceptions.GenerationError):
+class PausedError(GenerationError):
     """What vLLM 0.33 raises."""
 
 
@@ -94,13 +103,13 @@ def test_a_search_that_an_engine_pauses_answers_with_what_it_has(
     monkeypatch: pytest.MonkeyPatch, num_rounds: int
 ) -> None:
     """vLLM 0.33 refuses candidates then. A search that has none yet is refused, too."""
-    monkeypatch.setattr(exceptions, "RetryableRequestError", Paused, raising=False)
+    monkeypatch.setattr(online, "is_refusal_of_paused_vllm", lambda error: isinstance(error, PausedError))
     left = num_rounds
 
     async def pausing_draw(candidate_id: str, prompt: str, params: None) -> AsyncGenerator[Any, None]:
         nonlocal left
         if not left:
-            raise Paused("Generation is paused.")
+            raise PausedError("Generation is paused.")
         left -= 1
         yield candidate_id
 
@@ -109,7 +118,7 @@ def test_a_search_that_an_engine_pauses_answers_with_what_it_has(
         engine: Any = AnEngine()
         assert [output async for output in StepSearches()._search(engine, request, pausing_draw)] == ["so far"]
 
-    with nullcontext() if num_rounds else pytest.raises(Paused):
+    with nullcontext() if num_rounds else pytest.raises(PausedError):
         asyncio.run(ask())
 
 

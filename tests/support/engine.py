@@ -86,6 +86,7 @@ class Engine:
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
         options.setdefault("dtype", "float32")
+        options.setdefault("block_size", BLOCK_SIZE)
         has_tokenizer = (model / "tokenizer.json").exists()
         _inspect_models_here_once()
         _look_for_plugins_once()
@@ -99,7 +100,6 @@ class Engine:
             self.llm = LLM(
                 str(model),
                 enforce_eager=True,
-                block_size=BLOCK_SIZE,
                 skip_tokenizer_init=not has_tokenizer,
                 **options,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_trie.entrypoints.requests.limits import MOST_OPEN
 from vllm_trie.options.parts import (
     MOST_NGRAM,
     MOST_PHRASE_CHARACTERS,
@@ -121,7 +122,10 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "allot": lambda: each("allot", "rebase", "dvts", LONG, **STEPS),
     "allot_temperature": lambda: each("allot_temperature", TINY, VAST, **STEPS, allot="rebase"),
     "prefer_shared": lambda: each("prefer_shared", VAST, **STEPS, allot="rebase"),
-    "order": lambda: each("order", "best", "mcts", LONG, **STEPS),
+    "order": lambda: [
+        *each("order", "best", "mcts", LONG, **STEPS),
+        {**STEPS, "max_steps": MOST_OPEN // 4 + 1, "order": "best"},
+    ],
     "exploration": lambda: each("exploration", VAST, **STEPS, order="mcts"),
     "pool": lambda: each("pool", LARGE, HUGE, **STEPS, order="best"),
     "lookahead": lambda: each("lookahead", LARGE, HUGE, **STEPS),

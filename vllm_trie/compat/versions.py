@@ -34,10 +34,11 @@ def vllm_beams_have_allowlist(params: BeamSearchParams) -> bool:
 
 def is_refusal_of_paused_vllm(error: Exception) -> bool:
     """Whether an engine refused a request because it is paused; 0.32 lets requests wait."""
-    from vllm import exceptions
+    if minor_vllm_version(installed_vllm().version) == "0.32":
+        return False
+    from vllm.exceptions import RetryableRequestError
 
-    refusal = getattr(exceptions, "RetryableRequestError", None)
-    return refusal is not None and isinstance(error, refusal)
+    return isinstance(error, RetryableRequestError)
 
 
 def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:

@@ -111,8 +111,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self.wake()
         self._groups[request.request_id] = group = _GroupKVBlocks(request.num_tokens, paths)
         num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
-        prefix = self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded)
-        return prefix + self._blocks_to_fan_out(group)
+        prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
+        return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
 
     def _blocks_of_prefix(self, num_tokens: int, num_encoded: int) -> int:
         """Blocks of a request with so many tokens in the decoder and so many encoder outputs."""
@@ -519,7 +519,7 @@ def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: 
 def _hashed_group_blocks(path: Iterable[KVCacheBlock], block_size: int) -> list[int]:
     """The numbers, from 1 on, of a row's blocks that the prefix cache has whole; of others it may have the beginning.
 
-    vLLM enters so the last block of a prompt where KV cache groups have blocks of different sizes.
+    Where KV cache groups have blocks of different sizes, vLLM enters the last block of a prompt so.
     """
     return [number for number, block in enumerate(path, 1) if (block.block_hash_num_tokens or 0) >= number * block_size]
 

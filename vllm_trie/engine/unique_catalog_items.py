@@ -27,7 +27,7 @@ def num_engine_ending_along(beam: BeamParams, catalog: Catalog, num_beams: int, 
 
     Returns:
         At most `MOST_ENDING` over all groups, a limit that only a version of a catalog that was not checked can exceed;
-        None if it is no more than there are beams in any step.
+        None if every step has at least as many beams.
     """
     width, most = num_beams // beam.num_beam_groups, MOST_ENDING // beam.num_beam_groups
     count = min(_num_engine_ending(beam, catalog, width, num_stop_tokens), most)

@@ -81,7 +81,7 @@ class StepSearches(OnlineHook):
 
 
 async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
-    is_over = has_begun = False
+    is_over = False
     while not is_over:
         requests = await _step_search_in_thread(request.requests)
         try:
@@ -89,10 +89,9 @@ async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Dra
                 [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
             )
         except GenerationError as error:
-            if has_begun and is_refusal_of_paused_vllm(error):
+            if request.search.best_so_far(1) and is_refusal_of_paused_vllm(error):
                 return request.aborted()
             raise
-        has_begun = True
         try:
             if candidates := request.take(sampled):
                 is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))

@@ -253,8 +253,11 @@ def test_groups_of_beams_are_suppressed_and_keep_to_timestamps(engines: Engines,
     options = {"num_beam_groups": 2, "diversity_penalty": 0.5, "max_tokens": MAX_TOKENS}
     for seed, prompt in enumerate((PROMPT, TASK, [*TASK, FIRST_TIMESTAMP])):
         (output,) = hears(engine, [(seed, prompt, beam_params(6, n=6, **options))])
-        found = {tuple(one.token_ids): one for one in output.outputs}
+        found = {tuple(one.token_ids) for one in output.outputs}
         assert not {*OFTEN} & {token for tokens in found for token in tokens}
+        for tokens in found if prompt is not PROMPT else ():
+            timestamps = [token for token in tokens if token >= FIRST_TIMESTAMP]
+            assert timestamps == sorted(timestamps)
         ruled = {"has_rules_of_timestamps": prompt is not PROMPT}
         for answer in transformers_answers(model_with_timestamps, sound(seed), 3, MAX_TOKENS, prompt, **ruled):
             assert tuple(answer.token_ids) in found, (seed, prompt)

@@ -224,7 +224,7 @@ def test_options_are_refused_where_vllms_own_loop_runs(monkeypatch: pytest.Monke
     async def vllms_own(self: Any, prompt: Any, request_id: str, params: Any) -> Any:
         yield None
 
-    with pytest.raises(BeamRequestError, match="vLLM's own loop runs it, without beam_width=3; leave it out"):
+    with pytest.raises(BeamRequestError, match="; beam_width=3 has no effect in vLLM's own loop: leave it or"):
         asyncio.run(first(asked))
     asyncio.run(first(asked.model_copy(update={"vllm_xargs": {"other": 1}})))
 
@@ -238,7 +238,7 @@ def test_options_are_refused_where_vllms_own_loop_runs(monkeypatch: pytest.Monke
         ({"prompt": [[5], [6], [7]]}, 3),
         ({"prompt_embeds": b"A"}, 1),
         ({"prompt_embeds": [b"A", b"B"]}, 2),
-        ({"prompt": "x", "prompt_embeds": [b"A"]}, 2),
+        ({"prompt": "", "prompt_embeds": [b"A"]}, 2),
     ],
     ids=str,
 )

@@ -108,8 +108,8 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
         num_open = width * beam.candidates * (beam.max_steps or 1)
         if num_open > MOST_OPEN:
             raise ValueError(
-                f"max_steps={beam.max_steps} with {width * beam.candidates} candidates each and order={beam.order!r} "
-                f"might keep {num_open:,} open, and at most {MOST_OPEN:,} are allowed; lower one of them"
+                f"max_steps={shown_option(beam.max_steps)} with {width * beam.candidates} candidates each and "
+                f'order="{beam.order}" might keep more than {MOST_OPEN:,} open; lower one of them'
             )
 
 

@@ -171,7 +171,8 @@ def num_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) 
     if not isinstance(request, CompletionRequest):
         return 1
     prompt, embeds = request.prompt, request.prompt_embeds
-    num_texts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else bool(prompt)
+    is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    num_texts = len(prompt) if is_list else prompt is not None
     return max(num_texts + (len(embeds) if isinstance(embeds, list) else embeds is not None), 1)
 
 

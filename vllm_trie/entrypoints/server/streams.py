@@ -251,8 +251,8 @@ def _stream_chunks(
 ) -> Iterator[dict[str, Any]]:
     """The chunks of a response; only the last choice's chunk has the plugin's fields, which are large."""
     own = {name: value for name, value in (response.model_extra or {}).items() if name in OWN_FIELDS}
-    if (of_plugin := (response.kv_transfer_params or {})) and PLUGIN_NAME in of_plugin:
-        own["kv_transfer_params"] = of_plugin
+    if PLUGIN_NAME in (response.kv_transfer_params or {}):
+        own["kv_transfer_params"] = response.kv_transfer_params
     common = response.model_dump(mode="json", exclude={"choices", "usage", *own}, exclude_none=True)
     usage = response.usage.model_dump(mode="json", exclude_none=True)
     if isinstance(response, ChatCompletionResponse):

@@ -72,7 +72,9 @@ def _refuse_beam_options_of_vllm(request: TextRequest | SpeechRequest | None, wh
     xargs = (request and request.vllm_xargs) or {}
     if (name := next((name for name in xargs if name in OPTIONS), None)) is not None:
         shown = shown_option(xargs[name])
-        raise BeamRequestError(f"use_beam_search {why}: vLLM's own loop runs it, without {name}={shown}; leave it out")
+        raise BeamRequestError(
+            f"use_beam_search {why}; {name}={shown} has no effect in vLLM's own loop: leave it or use_beam_search out"
+        )
 
 
 def _is_served_at_once(params: BeamSearchParams) -> bool:
