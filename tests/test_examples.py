@@ -105,10 +105,11 @@ def test_a_sound_file_is_transcribed(command: str, run: Run, folder: Path) -> No
     (folder / "speech.wav").write_bytes(recording(7, seconds=1.8)[0])
     whisper = make_whisper(folder / "whisper")
     shown = run(command, **{"openai/whisper-small": str(whisper), "speech.wav": str(folder / "speech.wav")})
-    scores = [float(score) for score in re.findall(r"^  +(-\d\S+) ", shown, re.MULTILINE)]
-    assert len(scores) > 5
-    assert len(scores) % 5 == 0
-    assert scores[:5] == sorted(scores[:5], reverse=True)
+    parts = [re.findall(r"^  +(-\d\S+) ", part, re.MULTILINE) for part in shown.split("from second")[1:]]
+    assert len(parts) > 1
+    for scores in parts:  # of samples, which may be the same, if a search is doubtful
+        assert 0 < len(scores) <= 5
+        assert scores == sorted(scores, key=float, reverse=True)
 
 
 @pytest.mark.parametrize("command", ON_RAY, ids=lambda command: command.split()[0])
