@@ -1,6 +1,6 @@
 """The commands of examples/ that need no server run, on the toy; `make examples` lets them run on the real model.
 
-What hears is a tiny random Whisper in any case. The others run in behaviour/serving/one_server/test_examples.py.
+What hears is a tiny random Whisper, and Whisper base. The others run in behaviour/serving/one_server/test_examples.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,9 @@ import vllm
 from vllm.multimodal.media import audio
 
 from benchmarks.common import PAIR, TARGET
+from benchmarks.whisper_base.speech import SPEAKER, as_wav, say, speaker_is_here
 from tests.support.audio import make_whisper, recording
-from tests.support.documents import EXAMPLE_COMMANDS
+from tests.support.documents import DOCUMENTS, EXAMPLE_COMMANDS, are_shown_alike
 from tests.support.engine import ROOT
 from tests.support.sounds import soundfile
 from vllm_trie.catalog import Catalog
@@ -77,9 +79,14 @@ def run(models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def hears(with_shared_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sound files can be read, and engines are as small as the Whisper of the tests."""
+    """Sound files can be read, and engines hold half of what their Whisper can."""
     stock = vllm.LLM
-    monkeypatch.setattr(vllm, "LLM", lambda model, **options: stock(model, max_model_len=128, **options))
+
+    def make(model: str, **options: Any) -> Any:
+        longest = json.loads((Path(model) / "config.json").read_text())["max_target_positions"]
+        return stock(model, max_model_len=longest // 2, **options)
+
+    monkeypatch.setattr(vllm, "LLM", make)
     monkeypatch.setattr(audio, "soundfile", soundfile)
 
 
@@ -110,6 +117,17 @@ def test_a_sound_file_is_transcribed(command: str, run: Run, folder: Path) -> No
     for scores in parts:  # of samples, which may be the same, if a search is doubtful
         assert 0 < len(scores) <= 5
         assert scores == sorted(scores, key=float, reverse=True)
+
+
+@pytest.mark.parametrize("command", HEAR, ids=lambda command: command.split()[0])
+@pytest.mark.skipif(not speaker_is_here(), reason=f"{SPEAKER} is not installed")
+@pytest.mark.usefixtures("hears")
+def test_a_sentence_is_heard_as_its_page_shows(command: str, run: Run, folder: Path, speech_model: Path) -> None:
+    page = DOCUMENTS["examples/transcribe/README.md"]
+    (sentence, output) = re.findall(r'espeak-ng says "(.*)":\n\n((?:    .*\n)+)', page)[0]
+    (folder / "speech.wav").write_bytes(as_wav(say(sentence, "en")))
+    shown = run(command, **{"openai/whisper-small": str(speech_model), "speech.wav": str(folder / "speech.wav")})
+    assert are_shown_alike(shown, output), shown
 
 
 @pytest.mark.parametrize("command", ON_RAY, ids=lambda command: command.split()[0])
