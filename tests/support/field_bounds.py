@@ -10,6 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_trie.entrypoints.requests.limits import MOST_OPEN
 from vllm_trie.options.parts import (
+    MOST_DIVERSITY,
     MOST_NGRAM,
     MOST_PHRASE_CHARACTERS,
     MOST_PHRASE_TOKENS,
@@ -87,7 +88,7 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "length_penalty": lambda: each("length_penalty", 5.99, -5.99, VAST, HUGE),
     "beam_widths": lambda: each("beam_widths", [WIDTH] * MOST_WIDTHS, [1] * (MOST_WIDTHS + 1), [LARGE], [LONG]),
     "num_beam_groups": lambda: each("num_beam_groups", WIDTH, LARGE, diversity_penalty=1.0),
-    "diversity_penalty": lambda: each("diversity_penalty", 1e9, VAST, HUGE, num_beam_groups=2),
+    "diversity_penalty": lambda: each("diversity_penalty", MOST_DIVERSITY, VAST, HUGE, num_beam_groups=2),
     "prune_relative": lambda: each("prune_relative", TINY, 1, VAST),
     "prune_absolute": lambda: each("prune_absolute", 0, VAST),
     "prune_relative_local": lambda: each("prune_relative_local", TINY, 1),

@@ -164,6 +164,11 @@ class BeamGroup:
         return self.planned_length >= self.forests.first_length
 
     @property
+    def may_speculate(self) -> bool:
+        """Whether the next step may be several, if all results are in."""
+        return self.length >= self.forests.first_length
+
+    @property
     def planned_length(self) -> int:
         """Generated tokens of every running beam after all scheduled steps, if the search goes on."""
         return self.length + self.num_pending

@@ -106,13 +106,13 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             paths: Keys of the tokens that its rows compute then, see `BlockTrie.fan_out`.
 
         Returns:
-            How many blocks it needs until it has fanned out.
+            How many blocks it needs until it has fanned out: vLLM keeps room for drafts after a prefix, too.
         """
         self.wake()
         self._groups[request.request_id] = group = _GroupKVBlocks(request.num_tokens, paths)
         num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
-        prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
-        return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
+        num_tokens = min(request.num_tokens + self.num_lookahead_tokens, self.max_model_len)
+        return self._blocks_of_prefix(num_tokens, num_encoded) + self._blocks_to_fan_out(group)
 
     def _blocks_of_prefix(self, num_tokens: int, num_encoded: int) -> int:
         """Blocks of a request with so many tokens in the decoder and so many encoder outputs."""
@@ -133,6 +133,13 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
     def _blocks_to_fan_out(self, group: _GroupKVBlocks) -> int:
         return sum(_manager_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
+
+    def _blocks_to_fan_out_soon(self) -> int:
+        return sum(self._blocks_to_fan_out(group) for group in self._groups.values() if group.is_prefilling)
+
+    def most_blocks_of_next_step(self, num_rows: int) -> int:
+        """The most blocks that rows take in the next step: one each, and what groups need to fan out."""
+        return num_rows * len(self._managers) + self._blocks_to_fan_out_soon()
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -162,7 +169,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return trie.num_live_blocks, trie.num_common()
 
     def allocate_lookahead(
-        self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None
+        self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None, num_kept: int = 0
     ) -> LookaheadBlocks | None:
         """Lend free blocks to a group to speculate with, in the step for which `allocate_slots` has just made room.
 
@@ -173,6 +180,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             num_layers: Tokens by which each row may grow.
             drafts: The range of the number of drafts, from the fewest that are useful.
             most_rows: If given, the limit is instead the tail blocks of so many rows.
+            num_kept: Free blocks that are not lent.
 
         Returns:
             As many blocks as there are, up to this; None if they do not suffice for one layer and the fewest drafts.
@@ -180,7 +188,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         group = self._groups[request.request_id]
         most_blocks = most_group_lookahead_blocks(group.num_held) if most_rows is None else most_rows * len(group.tries)
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens that fit into the newest blocks
-        num_free, width = self.block_pool.get_num_free_blocks(), len(group.paths)
+        num_free, width = self.block_pool.get_num_free_blocks() - num_kept, len(group.paths)
         numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
         for most_layers in numbers:
             needs_next = [most_layers > n for n in left]
@@ -242,8 +250,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             has_room = self._grow(request, num_new_tokens, group) if group.tries else self._fan_out(request, group)
             return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling or g is group]
-            reserved = sum(map(self._blocks_to_fan_out, about_to_fan_out))
+            reserved = self._blocks_to_fan_out_soon() + (0 if group is None else self._blocks_to_fan_out(group))
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._reclaim_all():

@@ -77,12 +77,10 @@ class SearchBeams(NamedTuple):
 
     def after(self, going: NextSearchBeams) -> SearchBeams:
         """What the next beams carry, by slot, with states advanced where the step has not done so."""
-        states, parents = dict(going.beams.states), going.parents
-        if self.scores.shape[1] == 1:  # the prompt, which groups of beams count as the first slot of each
-            parents = torch.zeros_like(parents)
+        states = dict(going.beams.states)
         for key, state in self.states.items():
             if key.source is ConstraintSource.LAST_STEP and key not in states:
-                states[key] = key.advance(_gathered_in_search(state, parents), going.tokens)
+                states[key] = key.advance(_gathered_in_search(state, going.parents), going.tokens)
         return going.beams._replace(states=states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -157,5 +155,10 @@ def gather_search_states(states: States, parents: torch.Tensor) -> States:
 
 
 def _gathered_in_search(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """[G, k, ...], the entries of rows `parents` [G, k] from [G, r, ...]."""
+    """[G, k, ...], the entries of rows `parents` [G, k] from [G, r, ...].
+
+    A single row is the prompt, and everything continues it: groups of beams count it as the first slot of each.
+    """
+    if of_rows.shape[1] == 1:
+        return of_rows.expand(-1, parents.shape[1], *of_rows.shape[2:])
     return of_rows[search_numbers(len(of_rows), of_rows.device)[:, None], parents.long()]

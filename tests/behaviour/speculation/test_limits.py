@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import vllm
 from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.pairs import (
@@ -141,6 +142,41 @@ def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_i
     check_exact(engine, [(prompt_of(20), {"beam_width": 20, "draft_width": 40, "ignore_eos": True, "max_tokens": 40})])
     assert "fewer layers" in watch.happened()
     assert watch.least_free > engine.scheduler.kv_cache_manager.num_usable_blocks // 2
+
+
+def test_with_async_scheduling_nobody_lacks_blocks_that_are_lent(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = {"kv_cache_memory_bytes": 18 * BYTES_PER_PAIR_OF_BLOCKS}
+    engine, num_lent, lacking = speculating(engines, pair, 4, async_scheduling=True, **blocks), 0, list[int]()
+    manager = engine.scheduler.kv_cache_manager
+    allocate_slots = manager.allocate_slots
+
+    def allocated(request: Request, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_lent
+        lent = sum(len(group.lookahead_blocks) for group in manager._groups.values())
+        blocks, num_lent = allocate_slots(request, *args, **kwargs), num_lent + lent
+        if blocks is None and request.status == RequestStatus.RUNNING:
+            lacking.append(lent)
+        return blocks
+
+    monkeypatch.setattr(manager, "allocate_slots", allocated)
+    options = {"beam_width": 6, "draft_width": 24, "ignore_eos": True, "max_tokens": 70}
+    ordinary = [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for seed in (7, 8)]
+    run(engine, [*searches([(prompt_of(40, 1), options)]), *ordinary])
+    assert num_lent > 0
+    assert {*lacking} == {0}
+
+
+def test_a_search_that_is_accepted_has_blocks_to_start(engines: Engines, pair: Pair) -> None:
+    engine = speculating(engines, pair, 4, kv_cache_memory_bytes=18 * BYTES_PER_PAIR_OF_BLOCKS)
+    prompt, reasons = prompt_of(3 * BLOCK_SIZE - 1), list[str]()
+    for width in range(13, 16):
+        ((output,),) = [one.outputs for one in run(engine, searches([(prompt, {"beam_width": width, "n": 1, "max_tokens": 1})]))]
+        reasons.append(str(output.stop_reason))
+    accepted = [reason for reason in reasons if "KV blocks to start" not in reason]
+    assert 0 < len(accepted) < len(reasons)
+    assert not any("KV blocks" in reason for reason in accepted)
 
 
 def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:

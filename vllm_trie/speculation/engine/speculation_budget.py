@@ -43,16 +43,18 @@ class SpeculationBudgets(SchedulerBudgets):
         return GroupForests(params, width) if options_speculate(params) else BeamGroupForests()
 
     def share_out(
-        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
+        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_kept: int
     ) -> None:
         """Gives each group that speculates an equal share; what one cannot use is left to the groups after it."""
-        self._share_out([one for one in candidates if _group_may_speculate(one.group)], num_tokens, spare_tokens)
+        self._share_out(candidates, num_tokens, spare_tokens, num_kept)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # otherwise vLLM only waits for results
             self.adaptive.scheduled(num_tokens, is_steady)
 
-    def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int) -> None:
+    def _share_out(
+        self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int, num_kept: int
+    ) -> None:
         for position, (group, request, step) in enumerate(candidates):
             forests = _group_forests_of(group)
             # The draft model may have a shorter maximum length.
@@ -69,7 +71,9 @@ class SpeculationBudgets(SchedulerBudgets):
             # In memory mode, no more rows than plain beams would hold.
             most_rows = group.plan.width - 1 if group.plan.params.memory_mode else None
             drafts = range(least, most + 1)
-            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows)
+            lookahead = self._kv_cache_manager.allocate_lookahead(
+                request, num_layers, drafts, most_rows, num_kept
+            )
             if lookahead is None:
                 continue
             phases = [group.next_phase(ahead) for ahead in range(1, lookahead.num_layers + 1)]
@@ -94,10 +98,6 @@ class SpeculationBudgets(SchedulerBudgets):
         elif self._by_ngrams:
             forests.num_failed = 0 if num_steps > 1 else forests.num_failed + 1
             forests.rest(group.length, min(2**forests.num_failed // 8, MOST_REST))
-
-
-def _group_may_speculate(group: BeamGroup) -> bool:
-    return group.length >= group.forests.first_length
 
 
 def _group_forests_of(group: BeamGroup) -> GroupForests:
