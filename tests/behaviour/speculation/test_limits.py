@@ -162,7 +162,8 @@ def test_with_async_scheduling_nobody_lacks_blocks_that_are_lent(
 
     monkeypatch.setattr(manager, "allocate_slots", allocated)
     options = {"beam_width": 6, "draft_width": 24, "ignore_eos": True, "max_tokens": 70}
-    ordinary = [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for seed in (7, 8)]
+    greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    ordinary = [(prompt_of(30, seed), greedy) for seed in (7, 8)]
     run(engine, [*searches([(prompt_of(40, 1), options)]), *ordinary])
     assert num_lent > 0
     assert {*lacking} == {0}
@@ -172,8 +173,8 @@ def test_a_search_that_is_accepted_has_blocks_to_start(engines: Engines, pair: P
     engine = speculating(engines, pair, 4, kv_cache_memory_bytes=18 * BYTES_PER_PAIR_OF_BLOCKS)
     prompt, reasons = prompt_of(3 * BLOCK_SIZE - 1), list[str]()
     for width in range(13, 16):
-        ((output,),) = [one.outputs for one in run(engine, searches([(prompt, {"beam_width": width, "n": 1, "max_tokens": 1})]))]
-        reasons.append(str(output.stop_reason))
+        (output,) = run(engine, searches([(prompt, {"beam_width": width, "n": 1, "max_tokens": 1})]))
+        reasons.append(str(output.outputs[0].stop_reason))
     accepted = [reason for reason in reasons if "KV blocks to start" not in reason]
     assert 0 < len(accepted) < len(reasons)
     assert not any("KV blocks" in reason for reason in accepted)

@@ -52,9 +52,7 @@ class SpeculationBudgets(SchedulerBudgets):
         if output.num_scheduled_tokens:  # otherwise vLLM only waits for results
             self.adaptive.scheduled(num_tokens, is_steady)
 
-    def _share_out(
-        self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int, num_kept: int
-    ) -> None:
+    def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int, num_kept: int) -> None:
         for position, (group, request, step) in enumerate(candidates):
             forests = _group_forests_of(group)
             # The draft model may have a shorter maximum length.
@@ -71,9 +69,7 @@ class SpeculationBudgets(SchedulerBudgets):
             # In memory mode, no more rows than plain beams would hold.
             most_rows = group.plan.width - 1 if group.plan.params.memory_mode else None
             drafts = range(least, most + 1)
-            lookahead = self._kv_cache_manager.allocate_lookahead(
-                request, num_layers, drafts, most_rows, num_kept
-            )
+            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows, num_kept)
             if lookahead is None:
                 continue
             phases = [group.next_phase(ahead) for ahead in range(1, lookahead.num_layers + 1)]
