@@ -6,7 +6,6 @@ request of vLLM's KV cache manager. Then its block tries, one per KV cache group
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,17 +21,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.engine.held_blocks import EngineHeldBlocks
-from vllm_trie.messages import ForkTicketMessage, LookaheadBlocks, NewRows
+from vllm_trie.messages import ForkTicketMessage, NewRows
 from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
-LOOKAHEAD_SHARE = 0.75  # the most blocks lent to a group to speculate with, as a share of those that it holds
-FEW_BLOCKS = 16  # may be lent to any group, however few it holds
 SHARED_SPECS = FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec  # layers read shared blocks once for all rows
-
-
-def most_group_lookahead_blocks(num_held: int) -> int:
-    """The most blocks that a group is lent for a step."""
-    return max(int(LOOKAHEAD_SHARE * num_held), FEW_BLOCKS)
 
 
 @dataclass(slots=True)
@@ -168,50 +160,25 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         trie = self._groups[request_id].of_tokens
         return trie.num_live_blocks, trie.num_common()
 
-    def allocate_lookahead(
-        self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None, num_kept: int = 0
-    ) -> LookaheadBlocks | None:
-        """Lend free blocks to a group to speculate with, in the step for which `allocate_slots` has just made room.
+    def tries_of(self, request_id: str) -> Sequence[BlockTrie]:
+        """The block tries of a decoding group, by KV cache group."""
+        return self._groups[request_id].tries
 
-        They are at most `most_group_lookahead_blocks`, including the next blocks of the group's rows, unless that is
-        too few for one layer and the fewest drafts.
+    def lend(
+        self, request_id: str, num_next: list[int], num_spare: list[int]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Lend free blocks to a group, into which it writes drafts. `replay_forks` keeps those that its rows fill.
 
         Args:
-            num_layers: Tokens by which each row may grow.
-            drafts: The range of the number of drafts, from the fewest that are useful.
-            most_rows: If given, the limit is instead the tail blocks of so many rows.
-            num_kept: Free blocks that are not lent.
+            num_next: By KV cache group, how many of its rows may fill next; in order.
+            num_spare: By KV cache group, how many any rows may fill.
 
         Returns:
-            As many blocks as there are, up to this; None if they do not suffice for one layer and the fewest drafts.
+            Both, by KV cache group.
         """
-        group = self._groups[request.request_id]
-        most_blocks = most_group_lookahead_blocks(group.num_held) if most_rows is None else most_rows * len(group.tries)
-        left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens that fit into the newest blocks
-        num_free, width = self.block_pool.get_num_free_blocks() - num_kept, len(group.paths)
-        numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
-        for most_layers in numbers:
-            needs_next = [most_layers > n for n in left]
-            num_next = width * sum(needs_next)
-            if num_next > most_blocks and most_layers > numbers[-1]:
-                continue
-
-            def num_spare(num_drafts: int, needs_next: list[bool] = needs_next) -> list[int]:
-                return [
-                    most_spare_group_blocks(num_drafts, width, n + trie.block_size * needs, trie.block_size)
-                    for trie, n, needs in zip(group.tries, left, needs_next, strict=True)
-                ]
-
-            least = num_next + sum(num_spare(drafts[0]))
-            if least > num_free:
-                continue
-            means = min(num_free, max(most_blocks, least)) - num_next
-            num_drafts = drafts[bisect_right(drafts, means, key=lambda count: sum(num_spare(count))) - 1]
-            group.next_blocks = [self._take(width if needs else 0) for needs in needs_next]
-            group.spare_blocks = [self._take(count) for count in num_spare(num_drafts)]
-            next_blocks, spare_blocks = ([[*b] for b in blocks] for blocks in (group.next_blocks, group.spare_blocks))
-            return LookaheadBlocks(most_layers, num_drafts, next_blocks, spare_blocks)
-        return None
+        group = self._groups[request_id]
+        group.next_blocks, group.spare_blocks = [*map(self._take, num_next)], [*map(self._take, num_spare)]
+        return [[*blocks] for blocks in group.next_blocks], group.spare_blocks
 
     def replay_forks(self, request_id: str, forks: list[np.ndarray], num_tokens: int) -> None:
         """Replay the forks of one or more steps. The worker has already copied the blocks.
@@ -511,16 +478,6 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
 
 def _free_at_once(block_pool: BlockPool) -> Callable[[Request, list[KVCacheBlock]], None]:
     return lambda _, blocks: block_pool.free_blocks(blocks)
-
-
-def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:
-    """The most blocks that the draft trees of `width` rows can need in all, where each row has `room` for drafts.
-
-    A row needs its first further block from `room + 1` drafts on, and each next one per `block_size` drafts. So the
-    worst case is one row with all drafts, unless `room` is below a block: then it is as many rows as possible.
-    """
-    num_rows = min(width if room < block_size else 1, num_drafts // (room + 1))
-    return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
 
 
 def _hashed_group_blocks(path: Iterable[KVCacheBlock], block_size: int) -> list[int]:

@@ -28,7 +28,7 @@ from tests.support.pairs import (
 from tests.support.running import prompt_of, run, start_with, trained_prompts
 from tests.support.unseen import grow_unseen_in_turn, pretend_unseen
 from vllm_trie import beam_params
-from vllm_trie.engine import kv_cache
+from vllm_trie.speculation.engine import lookahead
 from vllm_trie.speculation.worker import roots, verify
 from vllm_trie.speculation.worker.roots import ForestRoots
 from vllm_trie.worker.rows.rows import GroupRows, Rows
@@ -111,7 +111,7 @@ def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     """However few drafts: those that beam search would keep come first. Blocks become full at every step of commits."""
     model, num_layers, num_forwards = random_model("gqa"), 4, 8
     engine = speculating(engines, (model, model), num_layers, max_num_seqs=512, max_num_batched_tokens=2048)
-    monkeypatch.setattr(kv_cache, "FEW_BLOCKS", 1000)  # so that nothing is left out
+    monkeypatch.setattr(lookahead, "FEW_BLOCKS", 1000)  # so that nothing is left out
     commits, num_steps = watch_accepted_paths(monkeypatch), num_layers + 1
     options = {"max_tokens": 1 + num_forwards * num_steps, "ignore_eos": True}
     lengths = range(BLOCK_SIZE - num_steps, BLOCK_SIZE)

@@ -13,6 +13,8 @@ from tests.support.items import random_items
 from tests.support.pairs import TRAINED
 from tests.support.sweep import sweep
 from tests.support.trained_pair import held_out, search, tokens, trained_pair
+from vllm_trie.speculation.engine import speculation_budget
+from vllm_trie.speculation.engine.lookahead import lend_lookahead
 from vllm_trie.worker.attention import tree_layers
 
 pytestmark = pytest.mark.slow
@@ -57,14 +59,13 @@ def test_where_attention_takes_no_trees_steps_are_plain_and_no_budget_is_given_a
     engine = engines(TRAINED[0], speculative_config=config, max_num_seqs=59)
     (warning,) = warnings
     assert warning.startswith("Searches take plain steps even if they ask for speculation: ")
-    allocate_lookahead = engine.scheduler.kv_cache_manager.allocate_lookahead
 
     def counted(*args: Any) -> Any:
         nonlocal budgets
         budgets += 1
-        return allocate_lookahead(*args)
+        return lend_lookahead(*args)
 
-    monkeypatch.setattr(engine.scheduler.kv_cache_manager, "allocate_lookahead", counted)
+    monkeypatch.setattr(speculation_budget, "lend_lookahead", counted)
     (prompt, *_) = held_out()
     (plain,) = search(engine, [prompt], 4, speculation="off")
     (found,) = search(engine, [prompt], 4, speculation=speculation)

@@ -17,6 +17,7 @@ from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.engine.group_forests import GroupForests
+from vllm_trie.speculation.engine.lookahead import lend_lookahead
 from vllm_trie.speculation.search.forest_size import ForestSize
 
 MOST_REST = 16  # steps, of a group with n-gram drafting
@@ -66,10 +67,7 @@ class SpeculationBudgets(SchedulerBudgets):
             most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
             if num_layers < 1 or most < least:
                 continue
-            # In memory mode, no more rows than plain beams would hold.
-            most_rows = group.plan.width - 1 if group.plan.params.memory_mode else None
-            drafts = range(least, most + 1)
-            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows, num_kept)
+            lookahead = lend_lookahead(self._kv_cache_manager, group, num_layers, range(least, most + 1), num_kept)
             if lookahead is None:
                 continue
             phases = [group.next_phase(ahead) for ahead in range(1, lookahead.num_layers + 1)]

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from vllm_trie.engine.kv_cache import most_spare_group_blocks
+from vllm_trie.speculation.engine.lookahead import most_spare_group_blocks
 
 
 @cache
