@@ -72,9 +72,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.step = RunnerStepContext()
         self.rank_check: WorkerRankCheck | None = None
         self.stages: PipelineStages | None = None
-        # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once; and
-        # by which graphs, see `runner_reads_shared_blocks_once`.
-        self._sharing: tuple[dict[str, tuple[int, list[int]]], bool, int | None] = {}, False, None
+        # Of the last step: by group its rows, and how many tokens they share, and whether each row decodes one token;
+        # then whether attention reads these once, and by which graphs, see `runner_reads_shared_blocks_once`.
+        self._sharing: tuple[tuple[dict[str, tuple[int, list[int]]], bool], bool, int | None] = ({}, False), False, None
         self._sets_rows_apart = False  # in this step's attention, see `announce_shared_rows`
         self.catalogs: RowCatalogs
         self.rows: Rows
@@ -229,8 +229,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
         sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
-        if sharing != self._sharing[0]:
-            self._sharing = sharing, *runner_reads_shared_blocks_once(self, sharing.values())
+        asked = sharing, uniform_token_count == 1 and not state.has_prefill
+        if asked != self._sharing[0]:
+            self._sharing = asked, *runner_reads_shared_blocks_once(self, sharing.values(), asked[1])
         self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)
         # Full graphs of other decoding steps contain vLLM's attention.
         return state, self._sharing[2] if self._sets_rows_apart else uniform_token_count
@@ -243,7 +244,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
 
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
         if self._sets_rows_apart:
-            announce_shared_rows(self, self.step, self.groups, input_batch)
+            announce_shared_rows(self, self.step, self.groups, input_batch, self._sharing[0][1])
         prepared = super().prepare_attn(input_batch, **kwargs)
         if self.step.forests:
             self.speculation.place(input_batch, prepared[1])

@@ -118,17 +118,19 @@ def test_ordinary_steps_replay_vllms_graphs(engine: Engine) -> None:
 
 
 def test_more_rows_or_groups_than_a_graph_has_replay_what_they_replayed(
-    engine: Engine, plain: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, plain: dict[str, list[Any]], asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with full_graphs(engine, BOTH, SIZES[:4]) as manager:
         found, graphs = replayed(manager, engine, BATCHES["three groups"])
         assert found == plain["three groups"]
         assert {graph.cg_mode for graph in graphs[2:]} == {CUDAGraphMode.NONE}
+        assert [options["num_splits"] for options in asked[-2:]] == [0, 0], "so vLLM leaves it to FlashAttention, too"
     monkeypatch.setitem(gpu_backend.SEQUENCES_IN_GRAPHS, 3, 5)
     with full_graphs(engine, BOTH, SIZES) as manager:
         found, graphs = replayed(manager, engine, BATCHES["three groups"])
         assert found == plain["three groups"]
         assert {graph.cg_mode for graph in graphs} == {CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE}
+        assert [options["num_splits"] for options in asked[-2:]] == [32, 32]
         found, graphs = replayed(manager, engine, BATCHES["with ordinary rows"])  # two groups
         assert found == plain["with ordinary rows"]
         assert graphs[-1].cg_mode == CUDAGraphMode.FULL

@@ -147,7 +147,7 @@ class CapturedAttention:
             seq_lens_cpu_upper_bound=bounds,
             block_table_tensor=self.tables,
         )
-        return PrefixSuffixAttention(groups, described, 16, self.graphs)
+        return PrefixSuffixAttention(groups, described, 16, graphs=self.graphs)
 
     def attend_in_layers(self, plan: PrefixSuffixAttention) -> None:
         def attend(**options: Any) -> Any:
@@ -245,7 +245,7 @@ def test_more_sequences_than_a_graph_has_are_refused() -> None:
     few = PrefixSuffixGraphs([ROWS], 2, captured().schedule, torch.device("cpu"))
     batch = side_by_side(Group(2, 1, [1, 1], [1, 1]), Group(2, 1, [1, 1], [1, 1]), others=1)
     with pytest.raises(ValueError, match="3 sequences of rows, but CUDA graphs have 2"):
-        PrefixSuffixAttention(batch.rows, described(batch), 16, few)
+        PrefixSuffixAttention(batch.rows, described(batch), 16, graphs=few)
 
 
 def described(batch: Batch, device: str = "cpu") -> Any:
@@ -264,9 +264,9 @@ def test_all_that_a_graph_needs_of_a_step_is_one_upload() -> None:
     """Nothing is launched, and nobody waits."""
     batch, nowhere = side_by_side(Group(8, 3, [5] * 8, [1] * 8), others=4), torch.device("meta")
     graphs, of_step = PrefixSuffixGraphs([ROWS], SEQUENCES, captured().schedule, nowhere), described(batch, "meta")
-    PrefixSuffixAttention([], of_step, 16, graphs)  # as it is captured
+    PrefixSuffixAttention([], of_step, 16, graphs=graphs)  # as it is captured
     with LaunchCounter() as counter:
-        PrefixSuffixAttention(batch.rows, of_step, 16, graphs)
+        PrefixSuffixAttention(batch.rows, of_step, 16, graphs=graphs)
     assert (counter.operations, counter.copies, counter.waits) == ([], 1, 0)
 
 

@@ -516,3 +516,37 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     runner.vllm_config = SimpleNamespace(additional_config={}, model_config=runner.model_config)
     runner.load_model()
     assert isinstance(runner.selector.graphs, SelectionGraphs if mode != CUDAGraphMode.NONE else type(None))
+
+
+def test_the_memory_of_graphs_stays_theirs_if_it_runs_out_in_the_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives it up with the last graph that was captured into it, after which nothing can be."""
+    into = list[object]()
+
+    class Graph:
+        def capture_begin(self, pool: object, **_: Any) -> None:
+            assert not into or any(kept() is not None for kept in graphs), "a pool that is gone"
+            into.append(pool)
+
+        def capture_end(self) -> None: ...
+
+        def replay(self) -> None: ...
+
+    def graph() -> Graph:
+        new = Graph()
+        graphs.append(ref(new))
+        return new
+
+    graphs = list[ref[Graph]]()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    capture = SelectionGraphCapture([])
+
+    def run_out() -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(run_out)
+    capture(lambda: None)
+    assert into[0] is into[1]

@@ -24,6 +24,7 @@ from vllm_trie.capture_sizes import add_capture_sizes
 from vllm_trie.worker import launches
 from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.announce_shared_rows import runner_reads_shared_blocks_once
+from vllm_trie.worker.attention import gpu_backend
 from vllm_trie.worker.attention.gpu_backend import LEAST_READ_AGAIN, SharedPrefixAttentionBuilder
 from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS
 from vllm_trie.worker.runner import BeamModelRunner
@@ -271,24 +272,36 @@ def test_runners_ask_for_them_where_all_layers_are_in_them() -> None:
     windowed.takes_trees = False
     runner = runner_of(of_all, windowed)
     sharing = [(4, [64, 64])]
-    assert runner_reads_shared_blocks_once(runner, sharing) == (True, None)
+    assert runner_reads_shared_blocks_once(runner, sharing, True) == (True, None)
     capture_shared_step_graphs(runner)
-    assert runner_reads_shared_blocks_once(runner, sharing) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, sharing * 127) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, sharing * 128) == (True, None)
-    assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])]) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])]) == (False, None)
-    assert runner_reads_shared_blocks_once(runner, []) == (False, None)
+    assert runner_reads_shared_blocks_once(runner, sharing, True) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, sharing * 127, True) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, sharing * 128, True) == (True, None)
+    assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])], True) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])], True) == (False, None)
+    assert runner_reads_shared_blocks_once(runner, [], True) == (False, None)
+    assert runner_reads_shared_blocks_once(runner, sharing, False) == (True, None), "beside a prompt"
 
 
 def test_where_a_graph_holds_a_step_the_host_costs_nothing() -> None:
     """Reading shared blocks once pays however small layers are, if it spares more than a further call takes."""
     enough = LEAST_READ_AGAIN // BYTES_PER_TOKEN // 32
     for builder, most_groups in ((builder_of(), 127), (builder_of(version=2), 7)):
-        assert builder.takes([(33, enough)]) == [False]
+        assert builder.takes([(33, enough)], True) == [False]
         assert builder.capture_in_graphs([16, 64]) == most_groups
-        assert builder.takes([(33, enough), (4, 0)]) == [True, False]
-        assert builder.takes([(33, enough - 16)]) == [False]
-        assert builder.takes([(65, enough)]) == [False], "more rows than a graph has"
-        assert builder.takes([(2, 8 * enough)] * 7) == [True] * 7
-        assert builder.takes([(2, 8 * enough)] * 8) == [most_groups > 8] * 8
+        assert builder.takes([(33, enough), (4, 0)], True) == [True, False]
+        assert builder.takes([(33, enough), (4, 0)], False) == [False, False], "beside a prompt nothing is in a graph"
+        assert builder.takes([(33, enough - 16)], True) == [False]
+        assert builder.takes([(65, enough)], True) == [False], "more rows than a graph has"
+        assert builder.takes([(2, 8 * enough)] * 7, True) == [True] * 7
+        assert builder.takes([(2, 8 * enough)] * 8, True) == [most_groups > 8] * 8
+
+
+def test_parts_of_keys_have_no_more_outputs_than_in_vllms_widest_step() -> None:
+    """FlashAttention allocates outputs of every part; for 5,000 rows of 32 heads of 128, 32 parts have 2.6 GB."""
+    most, queries = 32, gpu_backend.SPLIT_QUERIES
+    for num_queries in (1, 5, queries, queries + 1, 992, 5008, 100_000):
+        splits = gpu_backend._splits_within_memory(most, num_queries)
+        assert splits == most or splits == 1 or splits * num_queries <= most * queries < (splits + 1) * num_queries
+        assert (splits == most) == (num_queries <= queries)
+    assert gpu_backend._splits_within_memory(0, 5008) == 0, "FlashAttention chooses"

@@ -20,7 +20,7 @@ from vllm_trie.search.constraints.closed_nodes import (
     ClosedNodes,
 )
 from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_once_for_search
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_for_search
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
@@ -97,7 +97,7 @@ class ConstraintTrie:
         self.most_children = most_children
         self.num_nodes = len(tokens)
         self.most_in_level = max(map(len, levels), default=0)
-        self._levels = levels
+        self._levels, self._level_at = levels, dict[int, torch.Tensor]()
         self.closed = closed or ClosedNodes(tokens.device)
 
     def level(self, length: int) -> torch.Tensor:
@@ -106,8 +106,10 @@ class ConstraintTrie:
         Nothing follows the leaves: beyond them it is any level.
         """
         depth = length if length < len(self._levels) else 0
-        tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
-        return uploaded_once_for_search(tokens, self.tokens.device)
+        if depth not in self._level_at:
+            tokens = np.pad(self._levels[depth], (0, -len(self._levels[depth]) % LEVEL_UNIT), mode="edge")
+            self._level_at[depth] = uploaded_for_search(tokens.astype(np.int64), self.tokens.device)
+        return self._level_at[depth]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ SEQUENCES_IN_GRAPHS = {2: 16, 3: 256, 4: 256}
 # Entries in the tables of all rows of a graph: every step writes and reads them, as wide as the longest possible
 # sequence.
 MOST_TABLE_ENTRIES = 1 << 25
+SPLIT_QUERIES = 512  # of the widest step that vLLM captures by itself
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
 
@@ -153,11 +154,12 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
             and self.num_heads_q // self.num_heads_kv <= TILE
         )
 
-    def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
+    def takes(self, sharing: Sequence[tuple[int, int]], is_decode: bool) -> list[bool]:
         """See `SharesAttentionPrefixes`."""
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * self._bytes_per_token
         num_sharing = sum(num_shared > 0 for _, num_shared in sharing)
-        in_graph = self.graphs is not None and self.graphs.hold(sum(rows for rows, _ in sharing), num_sharing)
+        num_rows, graphs = sum(rows for rows, _ in sharing), self.graphs if is_decode else None
+        in_graph = graphs is not None and graphs.hold(num_rows, num_sharing)
         pays_off = self.option == "on" or (
             self.splits and shared_attention_pays(again, self.layer_bytes, 0 if in_graph else self._host_us)
         )
@@ -217,6 +219,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     def _scheduled(self, sequences: AttentionSequences, causal: bool) -> dict[str, Any]:
         """What vLLM gives FlashAttention ahead of a call in a full graph: bounds, and a schedule by these."""
+        num_splits = _splits_within_memory(self.max_num_splits, sequences.most_queries)
         metadata = self._get_scheduler_metadata(
             aot_schedule=self.aot_schedule,
             batch_size=len(sequences.lengths),
@@ -225,9 +228,9 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
             seqlens=sequences.lengths,
             max_seq_len=sequences.most_keys,
             causal=causal,
-            max_num_splits=self.max_num_splits,
+            max_num_splits=num_splits,
         )
-        return {"scheduler_metadata": metadata, "num_splits": self.max_num_splits}
+        return {"scheduler_metadata": metadata, "num_splits": num_splits}
 
     def _graphs_of(self, common: CommonAttentionMetadata, groups: Sequence[SharedRows]) -> PrefixSuffixGraphs | None:
         """The graphs that may be captured or replayed for a batch, if any."""
@@ -261,9 +264,10 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         if self.splits and not has_trees:
             # Only windows read it. The first metadata of all finds out which windows there are.
             stock = super().build(common_prefix_len, common, fast_build=self.aot_sliding_window is not None)
+            num_splits = _splits_within_memory(stock.max_num_splits, common.num_actual_tokens)
             return SharedPrefixAttentionMetadata(
                 **_attention_metadata_fields(stock),
-                prefix_suffix=PrefixSuffixAttention(groups, common, self.block_size, graphs),
+                prefix_suffix=PrefixSuffixAttention(groups, common, self.block_size, num_splits, graphs),
             )
         groups = [
             part for group in groups for part in (attention_row_by_row([group]) if self._is_apart(group) else [group])
@@ -356,3 +360,16 @@ def shared_attention_pays(read_again: int, layer_bytes: int, host_us: int = HOST
     """
     by_full_graph = layer_bytes / WEIGHTS_PER_US + read_again / AGAIN_PER_US
     return read_again >= LEAST_READ_AGAIN and by_full_graph >= host_us
+
+
+def _splits_within_memory(most_splits: int, num_queries: int) -> int:
+    """Into how many parts FlashAttention may split the keys of a call; 0 leaves it to FlashAttention.
+
+    Each part has outputs of its own for all queries. vLLM's calls of more rows have a single part: each row is a
+    sequence there, and FlashAttention splits those of fewer than a thousand sequences alone.
+
+    Args:
+        most_splits: vLLM's bound.
+        num_queries: Of the call. Beyond `SPLIT_QUERIES`, the parts together have no more outputs than those would have.
+    """
+    return most_splits and max(most_splits * SPLIT_QUERIES // max(num_queries, SPLIT_QUERIES), 1)

@@ -106,23 +106,21 @@ class DescribedStep(NamedTuple):
     most_keys: int
 
 
+# From the sequences of a call, and whether it is causal, to further arguments of FlashAttention.
+Schedule = Callable[[AttentionSequences, bool], dict[str, Any]]
+
+
 class PrefixSuffixGraphs:
     """What full CUDA graphs of decoding steps read of a step, in the layers of one builder, at fixed addresses.
 
     Args:
         sizes: Rows of each graph, one token each.
         num_sequences: Sequences of the first call in each graph.
-        schedule: From sequences, and whether a call is causal, to the arguments that FlashAttention needs ahead.
+        schedule: What FlashAttention needs ahead.
         device: The graphs' device.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        num_sequences: int,
-        schedule: Callable[[AttentionSequences, bool], dict[str, Any]],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], num_sequences: int, schedule: Schedule, device: torch.device) -> None:
         self.sizes = frozenset(sizes)
         self.most_groups = (num_sequences - 1) // 2  # of adjacent rows, with others before each, and after all
         self.schedule = schedule
@@ -164,18 +162,25 @@ class PrefixSuffixAttention:
         groups: Rows that share blocks, and compute no trees.
         batch: All rows.
         block_size: Tokens of a block.
+        num_splits: Into how many parts FlashAttention may split keys outside graphs; 0 leaves it to FlashAttention.
         graphs: Given where this is captured or replayed as part of a graph, which contains its device operations.
     """
 
     def __init__(
-        self, groups: Sequence[SharedRows], batch: Batch, block_size: int, graphs: PrefixSuffixGraphs | None = None
+        self,
+        groups: Sequence[SharedRows],
+        batch: Batch,
+        block_size: int,
+        num_splits: int = 0,
+        graphs: PrefixSuffixGraphs | None = None,
     ) -> None:
         assert batch.seq_lens_cpu_upper_bound is not None
         bounds, tables = batch.seq_lens_cpu_upper_bound.numpy(), batch.block_table_tensor
         rows = _SharingRows.of(groups, bounds, batch.query_start_loc_cpu.numpy(), block_size)
         self._batch, self._block_size = batch, block_size
         if graphs is None:
-            self._step, self._schedule = rows.described(bounds, block_size, tables.device), _unscheduled
+            self._step = rows.described(bounds, block_size, tables.device)
+            self._schedule: Schedule = lambda *_: {"num_splits": num_splits}
         else:
             self._step, self._schedule = graphs.describe(rows, tables.shape[1], block_size), graphs.schedule
 
@@ -247,11 +252,6 @@ class _SharingRows(NamedTuple):
         columns, packed = search_numbers(-(-most_own // block_size), device), uploaded_for_search(self.packed(), device)
         most_together, most_keys = int(np.diff(self.starts).max()), int(bounds.max())
         return DescribedStep(packed, len(self.firsts), columns, most_together, most_shared, most_own, most_keys)
-
-
-def _unscheduled(*_: Any) -> dict[str, Any]:
-    """No schedule: FlashAttention makes its own."""
-    return {}
 
 
 def shared_attention_by_row(

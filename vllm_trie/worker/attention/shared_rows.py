@@ -83,8 +83,13 @@ class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
         """Whether all of these layers can attend to trees, also without sharing."""
 
     @abstractmethod
-    def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
-        """For which groups of a step it reads shared blocks once; given each group's rows and shared tokens."""
+    def takes(self, sharing: Sequence[tuple[int, int]], is_decode: bool) -> list[bool]:
+        """For which groups of a step it reads shared blocks once.
+
+        Args:
+            sharing: Each group's rows and shared tokens.
+            is_decode: Whether the step may replay full CUDA graphs: each row decodes one token.
+        """
 
     def holds_in_graphs(self, num_groups: int) -> bool:
         """Whether full CUDA graphs contain what these layers do in decoding steps of `num_groups` groups."""

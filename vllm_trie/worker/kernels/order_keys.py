@@ -87,9 +87,10 @@ def is_among_in_kernel(tokens, ids, count):
 
 @triton.jit
 def sort_keys_in_kernel(unordered, rank, to):
-    """Keys in order; `to`: scratch space for them."""
+    """Keys in order; `to`: scratch space for them, which may be where they come from."""
     other, own = unordered[None, :], unordered[:, None]
     is_before = (other < own) | ((other == own) & (rank[None, :] < rank[:, None]))
+    tl.debug_barrier()
     tl.store(to + tl.sum(is_before.to(tl.int32), axis=1), unordered)
     tl.debug_barrier()
     return tl.load(to + rank)

@@ -297,11 +297,11 @@ class SelectionGraphCapture:
         with torch.cuda.stream(self._stream), _garbage_left_by_graphs():
             # `torch.cuda.graph` would wait for the device, and collect garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            self._first = self._first or graph  # also if memory runs out now
             try:
                 run()
             finally:
                 graph.capture_end()
-        self._first = self._first or graph
         return graph.replay
 
 
