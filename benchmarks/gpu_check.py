@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.gpu_tables import tell
 from benchmarks.stand_ins import is_there
 
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
+MOST_MORE = 60  # seconds that a process may take after that
 MOST_LINES = 3  # that are printed of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
 # Tests whose tensors are a GPU's where there is one.
@@ -69,6 +72,10 @@ class Findings:
             self._is_lost = not self._can_go_on()
         return found
 
+    def seconds_left(self) -> float:
+        """Until no check begins any more."""
+        return self._end - time.monotonic()
+
     @staticmethod
     def _can_go_on() -> bool:
         """Whether the device still answers: after an illegal access it refuses all that this process asks for."""
@@ -106,6 +113,7 @@ def check_steps(findings: Findings, device: torch.device, args: argparse.Namespa
     sizes = gpu_steps.SMALL if args.interpret else gpu_steps.Sizes()
     rows = findings.rows("steps", lambda shape: gpu_steps.measured(shape, sizes, device), shapes)
     note = f"{', '.join(f'{name} {size:,}' for name, size in sizes._asdict().items())}; {gpu_steps.NOTE}"
+    note += "; rehearsed: no graph was made or checked" if args.interpret else ""
     tell("gpu_steps", "Whole steps, each equal to torch's", gpu_steps.COLUMNS, rows, note, args.out)
 
 
@@ -136,8 +144,9 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
     if args.interpret or not is_there("vllm"):
         print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    tests = ["pytest", "-n", "0", "-q", "-m", "", *map(test_of, KERNELS), *PARITY]
-    findings.rows("searches", run, (tests, ["benchmarks.gpu_searches", "--out", str(args.out)]))
+    tests = ["pytest", "-n", "0", "-q", "-m", "", "--continue-on-collection-errors", *map(test_of, KERNELS), *PARITY]
+    searches = ["benchmarks.gpu_searches", "--out", str(args.out)]
+    findings.rows("searches", lambda command: run(command, findings.seconds_left() + MOST_MORE), (searches, tests))
 
 
 def test_of(name: str) -> str:
@@ -146,9 +155,14 @@ def test_of(name: str) -> str:
     return str(Path("tests", folder, f"test_{module}.py"))
 
 
-def run(command: Sequence[str]) -> tuple[Any, ...]:
-    """Run a module. Raises RuntimeError if it fails."""
-    code = subprocess.run([sys.executable, "-m", *command]).returncode
+def run(command: Sequence[str], seconds: float) -> tuple[Any, ...]:
+    """Run a module. Raises RuntimeError if it fails, TimeoutExpired if it takes longer; its engines end with it."""
+    process = subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)
+    try:
+        code = process.wait(seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with status {code}")
     return ()

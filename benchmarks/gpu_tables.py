@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.stand_ins import is_there
+from vllm_trie import __version__
 
 
 def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
@@ -44,7 +46,7 @@ def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any
 
 def write(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
     """Write a table alone: see `tell`."""
-    machine = {"processor": _device(), "torch": torch.__version__, "vllm": _vllm()}
+    machine = {"processor": _device(), "torch": torch.__version__, "vllm": _vllm(), "vllm_trie": __version__}
     script = Path(sys.argv[0])
     module = script.parent.name if script.stem == "__main__" else script.stem
     command = " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]])
@@ -53,9 +55,18 @@ def write(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[An
     (out / f"{name}.json").write_text(json.dumps(content | {"cells": [{"rows": rows}]}, indent=1) + "\n")
 
 
+@cache
 def _device() -> str:
-    """The GPU, or the processor where there is none."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    """The GPU, or the processor where there is none.
+
+    Where CUDA has not started in this process, whose engines may be forks, vLLM asks NVIDIA's library of management.
+    """
+    processor = platform.processor() or platform.machine()
+    if torch.cuda.is_initialized() or not is_there("vllm"):
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else processor
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_name() if current_platform.is_cuda() else processor
 
 
 def _vllm() -> str | None:

@@ -32,8 +32,10 @@ ABOUT_GPUS = (
     "`python -m benchmarks.gpu_engines --minutes 8` measures engines in order of worth, and lists what did not fit. "
     "Cases alone: `--only` with beginnings of the names that `--help` has: `--only 1.7B:256x8 http:50 pair:exact`. "
     "`python -m benchmarks.gpu_check` makes the other tables, `--only` one of them. Commands with `--model` are of an "
-    "earlier version. All of this was measured before steps of searches replayed full CUDA graphs, and one graph held "
-    "a selection with its fork; nothing has run on a GPU since."
+    "earlier version."
+)
+BEFORE_GRAPHS = (
+    "measured before steps of searches replayed full CUDA graphs, and one graph held a selection with its fork"
 )
 MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
@@ -115,10 +117,18 @@ def write_pages(folder: Path, pages: Path) -> None:
         parts += [f"## {heading}\n\n{links}\n"] if titles else []
     if of_gpus := [json.loads(path.read_text()) for path in sorted((folder / OF_GPUS).glob("*.json"))]:
         tables = "\n".join(f"## {content['title']}\n\n{_whole(content)}" for content in of_gpus)
-        (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{ABOUT_GPUS}\n\n{tables}")
+        (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{ABOUT_GPUS}{_age(of_gpus)}\n\n{tables}")
         links = "\n".join(f"- [{content['title']}]({OF_GPUS}.md)" for content in of_gpus)
         parts.append(f"## On a GPU\n\n{links}\n")
     (pages / "README.md").write_text("\n".join(parts))
+
+
+def _age(of_gpus: list[Content]) -> str:
+    """A sentence on tables that an earlier version measured, which did not write its own number."""
+    num_old = sum("vllm_trie" not in content["machine"] for content in of_gpus)
+    if num_old == len(of_gpus):
+        return f" All of this was {BEFORE_GRAPHS}; nothing has run on a GPU since."
+    return f" Tables that name no version of vllm_trie were {BEFORE_GRAPHS}." if num_old else ""
 
 
 def _write_page(path: Path, folder: Path, pictures: Path) -> str:
@@ -217,7 +227,8 @@ def _where(content: Content) -> str:
     machine = content["machine"]
     if "torch" in machine:
         vllm = f", vLLM {machine['vllm']}" if machine["vllm"] else ""
-        return f"`{content['command']}`, {machine['processor']}, torch {machine['torch']}{vllm}."
+        own = f", vllm_trie {machine['vllm_trie']}" if "vllm_trie" in machine else ""
+        return f"`{content['command']}`, {machine['processor']}, torch {machine['torch']}{vllm}{own}."
     return f"`{content['command']}`, {machine['cores']} cores of {machine['processor']}, vLLM {machine['vllm']}."
 
 

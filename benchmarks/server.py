@@ -20,6 +20,7 @@ import openai
 from benchmarks.common import BLOCK_SIZE, TARGET
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
+MODULE = (sys.executable, "-m", "vllm.entrypoints.cli.main")  # the same, also where pip made no scripts
 SERVE = ("vllm", "serve", str(TARGET), "--served-model-name", "target")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 START_SECONDS = 600
@@ -50,8 +51,8 @@ class Server:
         assert values, f"no metric {name}"
         return sum(values)
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while True:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
             try:
@@ -86,17 +87,22 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    log: Path, *options: str, command: Sequence[str] = SERVE, start: Callable[..., Any] | None = None
+    log: Path,
+    *options: str,
+    command: Sequence[str] = SERVE,
+    start: Callable[..., Any] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Server]:
     """Serve the trained target, with the settings of the tests, on a free port.
 
-    On leaving, interrupt the server and see that all its processes end.
+    On leaving, interrupt the server and see that all its processes end; where this process is being ended, end them.
 
     Args:
         log: The file for what it prints.
         options: Of `vllm serve`, after those settings.
         command: The command before them.
         start: Starts the command, its environment and output given, in a session of its own.
+        start_seconds: Within which it must be ready.
     """
     port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
@@ -109,8 +115,11 @@ def serving(
         process = (start or _start)([VLLM, *command[1:], *where, *engine, *more], environment, output)
     server = Server(process, port, log)
     try:
-        server.wait_until_ready()
+        server.wait_until_ready(start_seconds)
         yield server
+    except (KeyboardInterrupt, SystemExit):  # whoever ends this process may not wait
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -124,7 +133,13 @@ def serving(
 
 def _start(command: list[str], environment: dict[str, str], output: IO[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, text=True
+        [*MODULE, *command[1:]],
+        env=environment,
+        cwd=ROOT,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
     )
 
 

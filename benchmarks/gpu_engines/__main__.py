@@ -4,22 +4,29 @@
     python -m benchmarks.gpu_engines --only 1.7B:256x8 http:50x32 pair:exact
 
 What a step costs depends on shapes, not on what weights say, so the models have the shapes of Qwen3 and no weights. A
-case fails by itself. What is measured is written at once, and what did not fit into the time is listed.
+case fails by itself. What is measured is written at once, and what did not fit into the time is listed: what is likely
+to take longer than is left does not begin. Only a terminal shows tables; `--out` has them, with the log of the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_engines import by_sglang, offline, pair, served
+from benchmarks.gpu_engines import by_sglang, offline, pair, published, served
 from benchmarks.gpu_tables import tell, write
+
+NOT_PRINTED = ("case", *published.COLUMNS)  # columns; a row begins with the name of its case
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}  # engines print thousands of lines otherwise
 
 
 class Group(NamedTuple):
@@ -72,6 +79,11 @@ def _begins(name: str, word: str) -> bool:
     return re.match(rf"{re.escape(word)}(?!\d)", name) is not None
 
 
+def slug(words: Sequence[str]) -> str:
+    """Words as a part of a file's name."""
+    return re.sub(r"[^\w.]+", "-", "_".join(words))
+
+
 class Measurement:
     """Rows of all tables.
 
@@ -81,8 +93,8 @@ class Measurement:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._end = time.monotonic() + 60 * args.minutes
         self._longest_start = 0.0  # seconds of an engine
+        self._longest_case: dict[Any, float] = {}  # likewise, by kind
         self._rows: dict[Any, list[tuple[Any, ...]]] = {}  # by kind
         self._left_out: dict[Any, list[str]] = {}  # names of cases, likewise
         self.num_failed = 0
@@ -91,39 +103,58 @@ class Measurement:
         """All cases of a group for which there is time."""
         kind, cases = group
         self._rows.setdefault(kind, [])
-        left_out = self._left_out.setdefault(kind, [])
-        begun = time.monotonic()
-        if self._end - begun < self._longest_start:
-            left_out += [case.name for case in cases]
+        self._left_out.setdefault(kind, [])
+        if not self._is_time_for(self._longest_start):
+            self._leave_out(kind, cases)
             return
+        begun, is_over = time.monotonic(), False
         try:
             with kind.running(cases, self._args) as engine:
                 self._longest_start = max(self._longest_start, time.monotonic() - begun)
                 for case in cases:
-                    if time.monotonic() > self._end:
-                        left_out.append(case.name)
-                    else:
+                    if self._is_time_for(self._longest_case.get(kind, 0.0)):
                         self._measure(kind, engine, case)
+                    else:
+                        self._leave_out(kind, [case])
+                is_over = True
         except Exception as error:
-            self._fail(", ".join(case.name for case in cases), error)
+            names = ", ".join(case.name for case in cases)
+            if is_over:  # all rows are written
+                print(f"the engine of {names} did not end well: {type(error).__name__}: {error}", flush=True)
+            else:
+                self._fail(names, error)
+
+    def _is_time_for(self, seconds: float) -> bool:
+        return self._args.end - time.monotonic() > seconds
+
+    def _leave_out(self, kind: Any, cases: Sequence[Any]) -> None:
+        names = [case.name for case in cases]
+        self._left_out[kind] += names
+        print(f"no time for {', '.join(names)}", flush=True)
+        write(*self._table(kind))
 
     def _measure(self, kind: Any, engine: Any, case: Any) -> None:
+        begun = time.monotonic()
         try:
             for row in kind.rows(engine, case, self._args):
                 self._rows[kind].append(row)
-                print(row, flush=True)
+                cells = [cell for column, cell in zip(kind.COLUMNS, row, strict=True) if column not in NOT_PRINTED]
+                shown = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
+                print(" | ".join([case.name, *shown]), flush=True)
                 write(*self._table(kind))  # what is measured stays if the process is ended
         except Exception as error:
             self._fail(case.name, error)
+        self._longest_case[kind] = max(self._longest_case.get(kind, 0.0), time.monotonic() - begun)
 
     def _fail(self, name: str, error: Exception) -> None:
         self.num_failed += 1
+        traceback.print_exception(error)
         print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
 
     def tell(self) -> None:
-        """Show and write all tables."""
+        """Write all tables; show them on a terminal."""
         for kind in self._rows:
-            tell(*self._table(kind))
+            (tell if sys.stdout.isatty() else write)(*self._table(kind))
 
     def _table(self, kind: Any) -> tuple[Any, ...]:
         args, left_out = self._args, self._left_out[kind]
@@ -131,7 +162,7 @@ class Measurement:
             "rows": ("each row reads", args.shared_prefix_attention == "off"),
             "uncompiled": ("without torch.compile", args.no_compile),
             "tiny": ("rehearsed", args.rehearse),
-            "some": ("some cases alone", bool(args.only)),  # which take the place of no table of all
+            slug(args.only): ("some cases alone", bool(args.only)),  # which take the place of no other table
         }
         also = {key: title for key, (title, is_so) in ways.items() if is_so}
         name = "_".join(["gpu", kind.__name__.rpartition(".")[-1], *also])
@@ -147,7 +178,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=f"cases: {', '.join(names)}",
     )
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="those whose names begin so")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no case begins")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing begins")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: a shorter start")
     parser.add_argument("--kv-cache-gib", type=int, default=40)
@@ -159,6 +190,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsed(arguments)
+    args.end = time.monotonic() + 60 * args.minutes
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     measurement = Measurement(args)
     for group in chosen(groups(args.rehearse), args.only):
         measurement.measure(group)
@@ -167,4 +201,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines and servers end, too
     sys.exit(main())

@@ -6,18 +6,16 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_engines import offline
-from benchmarks.gpu_engines.options import CACHED, COMPUTED, MAX_LENGTH, VOCAB_SIZE, write_model
+from benchmarks.gpu_engines.options import CACHED, COMPUTED, MAX_LENGTH, VOCAB_SIZE, folder_of, write_model
 
 TITLE = "SGLang's beams"
-COLUMNS = ("case", "prompt", "ms")
+COLUMNS = ("case", "prompt", "ms", "runs")
 NOTE = "as the table of beams compared with samples has it, by SGLang, on the open vocabulary"
 COMMAND = """
 import json, random, statistics, sys, time
@@ -65,9 +63,9 @@ def cases_by_model() -> list[list[Case]]:
 @contextmanager
 def running(cases: Sequence[Case], _: argparse.Namespace) -> Iterator[str]:
     """The folder of their model."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(cases[0].model, Path(folder))
-        yield folder
+    folder = folder_of(cases[0].model)
+    write_model(cases[0].model, folder)
+    yield str(folder)
 
 
 def rows(folder: str, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
@@ -77,4 +75,4 @@ def rows(folder: str, case: Case, args: argparse.Namespace) -> Iterator[tuple[An
         [sys.executable, "-c", COMMAND, folder, *arguments], stdout=subprocess.PIPE, text=True, check=True
     )
     for kind, ms in zip((COMPUTED, CACHED), json.loads(found.stdout.strip().splitlines()[-1]), strict=True):
-        yield case.label, kind, ms
+        yield case.label, kind, ms, args.repeats

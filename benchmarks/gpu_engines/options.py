@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import time
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 
 VOCAB_SIZE, HEAD_SIZE, KV_HEADS, MAX_LENGTH = 151_936, 128, 8, 8192
 SPARE_ROWS = 120  # besides those that a case has at a time
+MEMORY_SHARE = 0.1  # of a GPU that must be free for an engine to start; its KV cache is given in bytes
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile
 ITEMS, FIRST_CODE = 100_000, 1000  # of a catalog, and of its tokens
 CATALOGS = {3: 256, 4: 8192}  # by length of the items: codes of each level
@@ -35,6 +38,18 @@ SHAPES = {
     "8B": Shape(4096, 36, 32, 12288, False),
     "tiny": Shape(64, 2, 2, 128, True),
 }
+
+
+def folder_of(name: str) -> Path:
+    """Where a model is written: the same in each run, since vLLM compiles anew for another."""
+    folder = Path(tempfile.gettempdir()) / "vllm_trie_gpu" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def seconds_left(args: argparse.Namespace, most: float) -> float:
+    """Of the command's time, for something that takes at most so long; at least one."""
+    return max(1.0, min(most, args.end - time.monotonic()))
 
 
 def write_model(name: str, folder: Path) -> None:
@@ -117,6 +132,7 @@ def engine_options(model: str, num_rows: int, folder: Path, args: argparse.Names
         "max_num_batched_tokens": max(2 * most_rows, max_length),
         "block_size": 32 if args.rehearse else 16,
         "enforce_eager": args.rehearse,
+        "gpu_memory_utilization": MEMORY_SHARE,
         "kv_cache_memory_bytes": (1 if args.rehearse else args.kv_cache_gib) << 30,
         "compilation_config": GRAPHS_ALONE if args.no_compile else None,
         "additional_config": {"trie_beam": beams},

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import models
 from benchmarks.common import TARGET, alternate, generate, stop
-from benchmarks.gpu_engines.options import GRAPHS_ALONE
+from benchmarks.gpu_engines.options import GRAPHS_ALONE, MEMORY_SHARE, folder_of
+from benchmarks.gpu_engines.replies import check_hypotheses, outputs_of
 from benchmarks.gpu_searches import DRAFT_MODEL, MAX_TOKENS, PROMPT_LENGTH, prompts
 from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, sampled_params
 from benchmarks.watch import total_counts
@@ -25,11 +24,13 @@ from benchmarks.watch import total_counts
 WIDTH, NUM_PROMPTS, MOST_SECONDS = 4, 8, 30
 SAMPLED = MODES[f"beam sampling, {WIDTH}"]
 TITLE = "Drafts of a model over plain beams"
-COLUMNS = ("case", "ms without drafts", "ms with drafts", "times faster", "steps per forward")
+COLUMNS = ("case", "ms without drafts", "ms with drafts", "runs", "times faster", "steps per forward")
 NOTE = (
-    f"float16, CUDA graphs; the toy pair, its target with further layers that change nothing; {WIDTH} beams, "
-    f"{MAX_TOKENS} tokens after {PROMPT_LENGTH}; ms: of a search, one at a time, {NUM_PROMPTS} prompts, in turn, "
-    f"medians; sampled: at temperature {TEMPERATURE}, of the same distribution with drafts and without"
+    "float16; compiled, with CUDA graphs of steps and, where these hold drafts, of their parts; without torch.compile "
+    "steps with drafts have no graphs, others have; the toy pair, its target with further layers that change nothing; "
+    f"{WIDTH} beams, {MAX_TOKENS} tokens after {PROMPT_LENGTH}; ms: of a search, one at a time, {NUM_PROMPTS} cached "
+    f"prompts, in turn, medians of so many runs; sampled: at temperature {TEMPERATURE}, of the same distribution with "
+    "drafts and without"
 )
 
 
@@ -71,24 +72,24 @@ def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[Any]:
     """An engine with drafts, and the target for cases that share its depth."""
     from vllm import LLM
 
-    with tempfile.TemporaryDirectory() as folder:
-        models.make(models.deeper(cases[0].times), str(TARGET), Path(folder))
-        llm = LLM(
-            folder,
-            dtype="float32" if args.rehearse else "float16",
-            max_model_len=256,
-            max_num_seqs=64,
-            enforce_eager=args.rehearse,
-            kv_cache_memory_bytes=1 << 30,
-            compilation_config=None if args.rehearse else GRAPHS_ALONE,
-            skip_tokenizer_init=True,
-            speculative_config=DRAFT_MODEL,
-            additional_config={"trie_beam": {}},
-        )
-        try:
-            yield llm
-        finally:
-            stop(llm)
+    folder = models.make(models.deeper(cases[0].times), str(TARGET), folder_of(f"pair_{cases[0].times}"))
+    llm = LLM(
+        str(folder),
+        dtype="float32" if args.rehearse else "float16",
+        max_model_len=256,
+        max_num_seqs=64,
+        enforce_eager=args.rehearse,
+        gpu_memory_utilization=MEMORY_SHARE,
+        kv_cache_memory_bytes=1 << 30,
+        compilation_config=GRAPHS_ALONE if args.no_compile else None,
+        skip_tokenizer_init=True,
+        speculative_config=DRAFT_MODEL,
+        additional_config={"trie_beam": {}},
+    )
+    try:
+        yield llm
+    finally:
+        stop(llm)
 
 
 def rows(llm: Any, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
@@ -103,10 +104,14 @@ def rows(llm: Any, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, 
         ]
 
     without, drafted = ways()[case.way]
-    counts = total_counts(search(drafted))
+    found = search(drafted)
+    for output in (*found, *search(without)):
+        check_hypotheses(outputs_of(output), 1, MAX_TOKENS)
+    counts = total_counts(found)
     times = alternate(
         {"without": partial(search, without), "with": partial(search, drafted)}, args.repeats, MOST_SECONDS
     )
     plain, ours = (statistics.median(own) / len(asked) for own in times.values())
+    num_runs = len(times["with"])
     label = f"{case.way}, a target {models.deeper(case.times)}"
-    yield label, 1000 * plain, 1000 * ours, plain / ours, counts.steps_per_forward
+    yield label, 1000 * plain, 1000 * ours, num_runs, plain / ours, counts.steps_per_forward

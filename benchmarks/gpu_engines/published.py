@@ -22,9 +22,10 @@ NOTHING = Published()
 H100, H200, RTX = "H100", "H200", "RTX 5090"
 SOURCES = (
     f"{H100}: README of sid-gr-inference in NVIDIA/recsys-examples, Qwen3-1.7B, bfloat16, SGLang by a branch; "
-    f"{RTX}: docs/baselines of sohu-mptc/FlashRec, OneRec-1.7B, over HTTP, FlashRec in FP8 along a catalog, others on "
-    f"the open vocabulary, SGLang by a branch; {H200}: SGLang's pull request of beam_width, Qwen3-0.6B, "
-    "bfloat16, means, length of prompts not given"
+    f"{RTX}: docs/baselines of sohu-mptc/FlashRec, OneRec-1.7B, over HTTP, at most 5 tokens, FlashRec in FP8 along a "
+    "catalog of 1.52 million items (ours: 4 tokens, 100,000 items), others on the open vocabulary, SGLang by a branch; "
+    f"{H200}: SGLang's pull request of beam_width, Qwen3-0.6B, bfloat16, means of whole HTTP calls, several at a time, "
+    "how many and the length of prompts not given"
 )
 
 ONE_OF_256 = Published("sid-gr 17.6, SGLang 33.5", H100)
@@ -36,8 +37,8 @@ OF_5000 = {  # by tokens
     16: Published("SGLang 904", H200),
     32: Published("SGLang 1,651", H200),
 }
-SERVED_256 = {4: Published("sid-gr 19.4 to 20.1, SGLang 10.7", H100)}  # by clients
-SERVED_50 = {
+SERVED_256 = Published("sid-gr 19.4 to 20.1, SGLang 10.7", H100)  # of 4 clients
+SERVED_50 = {  # by clients
     1: Published("FlashRec 15.1, SGLang 12.4, TensorRT-LLM 11.6, vLLM 2.47", RTX),
     16: Published("FlashRec 27.7, SGLang 18.0, TensorRT-LLM 12.7, vLLM 3.89", RTX),
     32: Published("FlashRec 28.1, SGLang 18.2, TensorRT-LLM 12.7, vLLM 3.78", RTX),

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import BLOCK_SIZE, alternate, median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.server import VLLM, Server, serving
+from benchmarks.server import MODULE, Server, serving
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 
 BEAM_TRAFFIC = ((4, 1), (4, 8), (8, 8))  # beams, requests at a time
@@ -120,7 +120,7 @@ def _row(traffic: str, seconds: dict[str, list[float]]) -> tuple[Any, ...]:
 
 
 def _run(*arguments: Any) -> None:
-    result = subprocess.run([VLLM, *map(str, arguments)], capture_output=True, text=True)
+    result = subprocess.run([*MODULE, *map(str, arguments)], capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"vllm {arguments[0]} {arguments[1]} failed:\n{result.stderr[-2000:]}")
 

@@ -212,7 +212,12 @@ def test_tests_of_the_night_run_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(gpu_check, "is_there", lambda _: True)
     args: Any = SimpleNamespace(interpret=False, out=tmp_path)
     gpu_check.check_searches(findings, gpu_steps.HOST, args)
-    assert commands[0][:6] == ["pytest", "-n", "0", "-q", "-m", ""]  # instead of what pyproject.toml leaves out
+    assert commands[1][:6] == ["pytest", "-n", "0", "-q", "-m", ""]  # instead of what pyproject.toml leaves out
+
+
+def test_a_process_that_takes_too_long_ends() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_check.run(["timeit", "-n", "1", "import time; time.sleep(600)"], 1.0)
 
 
 def test_all_tests_that_can_run_on_a_gpu_do() -> None:
