@@ -157,7 +157,8 @@ def test_of(name: str) -> str:
 
 def run(command: Sequence[str], seconds: float) -> tuple[Any, ...]:
     """Run a module. Raises RuntimeError if it fails, TimeoutExpired if it takes longer; its engines end with it."""
-    process = subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", *command], env=environment, start_new_session=True)
     try:
         code = process.wait(seconds)
     finally:

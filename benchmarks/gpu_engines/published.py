@@ -21,7 +21,8 @@ COLUMNS = ("peers publish", "on")
 NOTHING = Published()
 H100, H200, RTX = "H100", "H200", "RTX 5090"
 SOURCES = (
-    f"{H100}: README of sid-gr-inference in NVIDIA/recsys-examples, Qwen3-1.7B, bfloat16, SGLang by a branch; "
+    f"{H100}: README of sid-gr-inference in NVIDIA/recsys-examples, Qwen3-1.7B, bfloat16, on the open vocabulary, "
+    "SGLang by a branch; "
     f"{RTX}: docs/baselines of sohu-mptc/FlashRec, OneRec-1.7B, over HTTP, at most 5 tokens, FlashRec in FP8 along a "
     "catalog of 1.52 million items (ours: 4 tokens, 100,000 items), others on the open vocabulary, SGLang by a branch; "
     f"{H200}: SGLang's pull request of beam_width, Qwen3-0.6B, bfloat16, means of whole HTTP calls, several at a time, "
