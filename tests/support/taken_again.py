@@ -1,8 +1,8 @@
-"""In the place of CUDA graphs: what would be replayed is taken once more."""
+"""Graphs of steps, counted; without a GPU, what would be replayed is taken once more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -41,6 +41,24 @@ class TakenAgain(SelectionGraphCapture):
             self.replays += 1
             with patch.object(devices, "uploaded_for_search", side_effect=AssertionError("uploaded in a graph")):
                 run()
+
+        return replay
+
+
+class ReplayedSteps(SelectionGraphCapture):
+    """Real graphs. `count`: captures; `replays`: of all."""
+
+    def __init__(self, copying: Sequence[torch.cuda.Stream]) -> None:
+        super().__init__(copying)
+        self.count = self.replays = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.count += 1
+        replay_graph = super().__call__(run)
+
+        def replay() -> None:
+            self.replays += 1
+            replay_graph()
 
         return replay
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vllm import SamplingParams
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.sweep import sweep
-from tests.support.taken_again import TakenAgain, copies_made
+from tests.support.taken_again import ReplayedSteps, TakenAgain, copies_made
 from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker import launches
@@ -74,11 +75,13 @@ def test_searches_by_graphs_of_steps_find_what_they_find_without(
         hypotheses = [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
         return [*zip(hypotheses, [output.outputs[0].cumulative_logprob for output in outputs], strict=True)]
 
-    expected, captures, selector = found(slice(None)), TakenAgain(), engine.runner.selector
-    graphs = SelectionGraphs(engine.runner.rows, torch.float32, captures, 1 << 20)
+    expected, runner = found(slice(None)), engine.runner
+    selector, on_gpu = runner.selector, runner.device.type == "cuda"
+    captures = ReplayedSteps([runner.output_copy_stream]) if on_gpu else TakenAgain()
+    graphs = SelectionGraphs(runner.rows, torch.float32, captures, 1 << 20)
     for name, value in (("graphs", graphs), ("begin_step", graphs.begin_step)):
         monkeypatch.setattr(selector, name, value)
-    with copies_made():
+    with nullcontext() if on_gpu else copies_made():
         for order in (slice(None), slice(None, None, -1), slice(None)):
             assert found(order) == expected
     assert captures.count == 3 * len(WIDTHS)  # the first step of each, the others, and the last one
@@ -100,8 +103,11 @@ def test_kernels_find_what_torch_finds(
 ) -> None:
     engine, prompt = engines(random_model("gqa")), list(range(2, BLOCK_SIZE))
     params = beam_params(2, n=2, **({"max_tokens": FEW_TOKENS, "logprobs": 2} | options))
-    (expected,) = engine.generate([prompt], [params])
     taken = through_kernels(monkeypatch)
+    with monkeypatch.context() as by_torch:  # also where there is a GPU
+        by_torch.setattr(launches, "worker_runs_kernels_on", lambda _: False)
+        (expected,) = engine.generate([prompt], [params])
+    assert not taken
     (found,) = engine.generate([prompt], [params])
     assert len(taken) == FEW_TOKENS
     for own, theirs in zip(found.outputs, expected.outputs, strict=True):
