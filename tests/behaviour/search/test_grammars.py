@@ -114,7 +114,9 @@ def test_guidance_works_too_and_others_are_refused(engines: Engines) -> None:
         same, found = engine.generate(prompts[:1] * 2, searches)
         assert same.outputs[0].text == first.outputs[0].text
         assert len({tuple(o.token_ids) for o in found.outputs}) == 6
-        assert all(MATCHES[name](o.text) for o in found.outputs if o.finish_reason == "stop")
+        stopped = [o.text for o in found.outputs if o.finish_reason == "stop"]
+        assert stopped, name
+        assert all(map(MATCHES[name], stopped))
     engine = engines(TRAINED_TARGET, structured_outputs_config={"backend": "lm-format-enforcer"})
     with pytest.raises(ValueError, match=r'of the backend "lm-format-enforcer" cannot follow beams'):
         engine.generate(prompts, beam_params(2, structured_outputs=structured("regex")))

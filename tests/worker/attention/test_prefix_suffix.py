@@ -289,8 +289,8 @@ def test_the_comparison_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, brok
     def wrong(**options: Any) -> Any:
         changed = options[broken].clone()
         changed[1] = changed[0] if broken != "seqused_k" else max(int(changed[1]) - 1, 0)
-        return stock(**(options | {broken: changed}))
+        return stock(**(options | {broken: changed, "max_seqlen_q": len(options["q"])}))
 
     monkeypatch.setitem(globals(), "flash_attn_varlen_func", partial(wrong))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check(batch)

@@ -56,5 +56,4 @@ def test_arrays_that_are_uploaded_together_are_aligned_and_keep_their_types() ->
     uploaded = uploaded_together_for_search(arrays, DEVICE)
     for array, there in zip(arrays, uploaded, strict=True):
         np.testing.assert_array_equal(there.cpu().numpy(), array, strict=True)
-        assert there.data_ptr() % ALIGNMENT == 0 or DEVICE.type == "cpu"
         assert there.storage_offset() * there.element_size() % ALIGNMENT == 0

@@ -238,9 +238,14 @@ def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:
     assert all(c.text.endswith(crossing) for c in included.choices if c.finish_reason == "stop")
     biased = complete(server, n=2, logit_bias={"13": 60}, use_beam_search=True, return_token_ids=True)
     assert biased.choices[0].token_ids == [13] * 16
+    assert any("string" in c.text for c in free.choices)
     banned = complete(server, n=4, use_beam_search=True, bad_words=["string"])
     assert all("string" not in c.text for c in banned.choices)
-    at_least = complete(server, n=4, use_beam_search=True, min_tokens=16, return_token_ids=True)
+    freely, at_least = (
+        complete(server, PROMPTS[1], n=4, use_beam_search=True, min_tokens=least, return_token_ids=True)
+        for least in (0, 16)
+    )
+    assert any(len(c.token_ids) < 16 for c in freely.choices)
     assert all(len(c.token_ids) == 16 for c in at_least.choices)
 
 
