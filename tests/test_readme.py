@@ -6,12 +6,14 @@ a batch job is read in batch/test_batch.py.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_module
+from typing import Any
 
 import pytest
 
@@ -73,8 +75,28 @@ def test_all_blocks_of_code_are_of_kinds_that_are_run() -> None:
     assert {command[0] for _, command in COMMANDS} == {"vllm", "python"}
 
 
+class ParsedError(Exception):
+    """A command has read its arguments, and goes no further."""
+
+
+def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """The arguments of `python -m`, as the module reads them."""
+    read, namespaces = argparse.ArgumentParser.parse_args, list[argparse.Namespace]()
+
+    def read_alone(*args: Any) -> None:
+        namespaces.append(read(*args))
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read_alone)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(ParsedError):
+        run_module(module, run_name="__main__", alter_sys=True)
+    return namespaces[0]
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_command_is_understood(document: str, command: list[str]) -> None:
+def test_a_command_is_understood(document: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if command[:2] == ["vllm", "serve"]:
         from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.plugins import load_general_plugins
@@ -86,29 +108,13 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
         args = parser.parse_args(command[1:])
         assert args.model_tag == "$MODEL" or (ROOT / args.model_tag).is_dir()
     else:
-        module, arguments = command[2], command[3:]
         assert command[:2] == ["python", "-m"]
-        assert find_spec(module) is not None
-        if module == "benchmarks":
-            from benchmarks.__main__ import _parser
-
-            assert _parser().parse_args(arguments).only
-        if module == "benchmarks.arrivals":
-            from benchmarks.arrivals import load_parser
-
-            assert load_parser().parse_args(arguments).requests
+        module = command[2]
+        args = parsed(module, command[3:], monkeypatch)
         if module == "benchmarks.gpu_engines":
-            from benchmarks.gpu_engines.__main__ import chosen, groups, parsed
+            from benchmarks.gpu_engines.__main__ import chosen, groups
 
-            assert chosen(groups(rehearse=False), parsed(arguments).only)
-        if module == "vllm_trie.catalog":
-            from vllm_trie.catalog.__main__ import catalog_parser
-
-            assert catalog_parser().parse_args(arguments).command
-        if module == "vllm_trie.trace":
-            from vllm_trie.trace.__main__ import trace_parser
-
-            assert trace_parser().parse_args(arguments).page
+            assert chosen(groups(rehearse=False), args.only)
 
 
 @pytest.mark.nightly
