@@ -35,6 +35,7 @@ WIDTH, MAX_TOKENS, NGRAM, LEAST = 4, 12, 2, 6
 EOS, OTHER_STOP, BANNED = 1, 400, set(range(300, 340))
 ITEMS = random_items(300, [3, 4])
 PROMPT = trained_prompts([40])[0]
+ASKED = tokens_input(PROMPT)
 
 
 def score(candidates: Sequence[Any]) -> list[float]:
@@ -150,13 +151,15 @@ def expected_refusal(options: dict[str, Any]) -> str | None:
     return options_refusal(said | {"output_kind": options.get("output_kind", RequestOutputKind.FINAL_ONLY).name})
 
 
-def ask(engine: Engine, jobs: dict[str, Any], after_step: Callable[[], None]) -> tuple[dict[str, Any], dict[str, str]]:
+def ask(
+    engine: Engine, jobs: dict[str, Any], after_step: Callable[[], None] = lambda: None, prompt: Any = ASKED
+) -> tuple[dict[str, Any], dict[str, str]]:
     """What requests are answered, and why others are refused; by their names."""
     core, answers, refused = engine.llm.llm_engine, dict[str, Any](), dict[str, str]()
     for name, options in jobs.items():
         try:
             params = beam_params(**{"output_kind": RequestOutputKind.FINAL_ONLY, **options})
-            core.add_request(name, tokens_input(PROMPT), params)
+            core.add_request(name, prompt, params)
         except (ValueError, VLLMValidationError) as error:
             refused[name] = str(error)
     while core.has_unfinished_requests():
@@ -197,7 +200,7 @@ def test_each_pair_works_or_is_refused_as_the_matrix_says_and_is_never_wrong(
 ) -> None:
     assert {*chain(*pairs)} == {*FEATURES}
     jobs = {" + ".join(pair): PAIRS[pair] for pair in pairs if pair != NOT_WITH_DRAFTS}
-    answers, refused = ask(engine, jobs, lambda: None)
+    answers, refused = ask(engine, jobs)
     assert refused == {name: why for name, options in jobs.items() if (why := expected_refusal(options))}
     assert answers.keys() == jobs.keys() - refused.keys()
     unclear = {name: why for name, why in refused.items() if not names_an_option(name, why)}
@@ -222,10 +225,10 @@ def test_each_pair_works_or_is_refused_as_the_matrix_says_and_is_never_wrong(
 
 def test_what_vllm_refuses_with_drafts_works_without(engine: Engine, engines: Engines) -> None:
     jobs = {" + ".join(NOT_WITH_DRAFTS): PAIRS[NOT_WITH_DRAFTS]}
-    answers, refused = ask(engine, jobs, lambda: None)
+    answers, refused = ask(engine, jobs)
     assert not answers
     assert all("not yet supported with speculative decoding" in why for why in refused.values())
-    answers, refused = ask(engines(TRAINED[0], async_scheduling=False), jobs, lambda: None)
+    answers, refused = ask(engines(TRAINED[0], async_scheduling=False), jobs)
     assert not refused
     for name, output in answers.items():
         check_promises(name, output)
