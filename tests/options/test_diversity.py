@@ -37,8 +37,7 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
         ({"diversity_penalty": -0.1}, "diversity_penalty=-0.1 is not a difference of log-probabilities"),
         (
             {"diversity_penalty": 1e10},
-            "diversity_penalty=10000000000.0 is not a difference of log-probabilities; "
-            "pass a number from 0 to 1,000,000,000",
+            "diversity_penalty=10000000000.0 is not a difference of log-probabilities; pass a number from 0 to 10,000",
         ),
         ({"diversity_penalty": math.inf}, "diversity_penalty=inf is not a difference of log-probabilities"),
         (

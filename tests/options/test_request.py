@@ -109,6 +109,12 @@ def test_width_above_the_engines_rows_is_refused() -> None:
     check(beam_width=64)
 
 
+def test_with_memory_mode_a_search_is_at_most_as_wide_as_a_forest() -> None:
+    check(beam_width=512, do_sample=True, speculation="sample", memory_mode=True)
+    with pytest.raises(ValueError, match="beam_width=513 exceeds 512, the most with memory_mode; lower it"):
+        check(beam_width=513, do_sample=True, speculation="sample", memory_mode=True)
+
+
 def test_a_trace_is_refused_by_what_the_engine_can_draft() -> None:
     limits = replace(LIMITS, num_draft_layers=4)
     check(limits, beam_width=4, max_tokens=3855, trace=True, speculation="auto")

@@ -105,3 +105,19 @@ def test_no_bound_ends_a_search_whose_sums_may_rise_without_one() -> None:
     assert not pool.is_done(-100.0, 4)
     assert not pool.is_decided(-100.0, 4)
     assert pool.is_done(-100.0, 10)
+
+
+@pytest.mark.parametrize("spoils_amateur", [False, True])
+def test_a_row_whose_logits_are_no_numbers_dies_alone(spoils_amateur: bool) -> None:
+    key, width = ContrastConstraint(0.1, 0.5), 3
+    rules = SearchRules(width, BestStrategy(), StopConstraints((STOP,)), constraints=(key,))
+    expert, amateur = random_logprobs(0, 1, width)
+    scores = torch.tensor([[-1.0, -1.5, -2.0]])
+    without = take_search_step(
+        rules, expert, SearchBeams(scores.clone().index_fill(1, torch.tensor(1), -inf), scores, {key: amateur})
+    )
+    (amateur if spoils_amateur else expert)[0, 1, 4] = torch.nan
+    found = take_search_step(rules, expert.log_softmax(-1), SearchBeams(scores, scores, {key: amateur.log_softmax(-1)}))
+    assert not (found.parents == 1).any()
+    assert found.tokens.tolist() == without.tokens.tolist()
+    torch.testing.assert_close(found.scores, without.scores)

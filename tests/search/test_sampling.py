@@ -22,7 +22,7 @@ from vllm_trie.search.sampling import (
     search_generator,
     search_uniforms,
 )
-from vllm_trie.search.step import take_packed_search_step, take_search_step
+from vllm_trie.search.step import search_log_probabilities, take_packed_search_step, take_search_step
 from vllm_trie.search.step_result import SearchStepResult, pack_search_step, unpack_search_steps
 from vllm_trie.search.strategies import sampled as sampled_each
 from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy, best_beam_of_strategy
@@ -183,6 +183,16 @@ def test_filters_apply_once_to_the_joint_distribution() -> None:
         p = joint_search_probabilities(scores, logprobs, filters).flatten()
         assert p.nonzero().flatten().tolist() == [0, 3]
         torch.testing.assert_close(p[[0, 3]], torch.tensor([5 / 14, 9 / 14]).double())
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+def test_a_row_whose_logits_are_no_numbers_has_no_mass(spoiled: float) -> None:
+    scores, logprobs = beams(3, 5)
+    without = joint_search_probabilities(scores.index_fill(0, torch.tensor(1), DEAD), logprobs, SearchFilters())
+    logits = logprobs.clone()
+    logits[1, 2] = spoiled
+    p = joint_search_probabilities(scores, search_log_probabilities(logits), SearchFilters())
+    torch.testing.assert_close(p, without, rtol=1e-5, atol=0)
 
 
 def test_dead_rows_have_no_mass() -> None:

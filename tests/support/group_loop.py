@@ -102,7 +102,7 @@ def loop_group_beams(
                     break
                 row, token = divmod(cell, sums.shape[1])
                 tokens = [*beams[group][row][1], token]
-                ends = is_item(tokens) and length > min_tokens if items_end else token in stops
+                ends = is_item(tokens) and length >= min_tokens if items_end else token in stops
                 if rank < size and ends:
                     ended.append((total, tokens))
                 elif rank < size and length == max_tokens and is_item(tokens):

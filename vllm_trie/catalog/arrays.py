@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_trie.catalog.items import CatalogItems
 
-MOST_NODES = (1 << 31) - 2
+MOST_NODES = (1 << 31) - (1 << 24)  # and the children of the last one still have int32 numbers
 TOKEN_BITS = 31
 
 

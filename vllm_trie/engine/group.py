@@ -99,6 +99,7 @@ class GroupPlan:
         num_beams = widths[min(length, len(widths)) - 1] if widths else width
         return SearchPhase(
             may_stop,
+            bars_items=length < self.min_length,
             # The published code does not look for EOS in the first step.
             looks_for_stops=not (self.params.semantics == "tridecode" and length == 1 and may_stop),
             is_last=length == self.max_length,
@@ -162,11 +163,6 @@ class BeamGroup:
             search = self.plan.search  # without stops and items no group is done before the end
             return bool(search.stops.token_ids or search.stops.strings or search.items)
         return self.planned_length >= self.forests.first_length
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether the next step may be several, if all results are in."""
-        return self.length >= self.forests.first_length
 
     @property
     def planned_length(self) -> int:

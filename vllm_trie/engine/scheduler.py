@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -243,8 +243,9 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         steps = self._group_steps(output)
         if self._budgets is not None:
             num_tokens = self._num_tokens(output, steps)
-            spare_tokens, growing = self.max_num_scheduled_tokens - num_tokens, [*self._growing(output, steps)]
-            self._budgets.share_out(growing, output, num_tokens, spare_tokens, self._num_kept_blocks(growing))
+            spare_tokens = self.max_num_scheduled_tokens - num_tokens
+            num_rows = self._num_rows() if self._is_async else 0
+            self._budgets.share_out([*self._growing(output, steps)], output, num_tokens, spare_tokens, num_rows)
         for group_id, group in self.groups.items():
             if group_id in steps:
                 group.num_pending += steps[group_id].selects
@@ -280,18 +281,10 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         return num_tokens
 
     def _growing(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Growing]:
-        """The groups that may draft a forest, as their rows compute one token each; after a preemption more."""
+        """The groups whose rows compute one token each; after a preemption they compute more."""
         for group_id, step in steps.items():
-            group, is_steady = self.groups[group_id], step.decodes and step.selects
-            if is_steady and output.num_scheduled_tokens[group_id] == 1 and group.may_speculate:
-                yield Growing(group, self.requests[group_id], step)
-
-    def _num_kept_blocks(self, growing: Sequence[Growing]) -> int:
-        """Free blocks that none of these groups may be lent: others may need them before the groups return any."""
-        if not self._is_async:
-            return 0
-        num_others = self._num_rows() - sum(one.group.num_rows for one in growing)
-        return self.kv_cache_manager.most_blocks_of_next_step(num_others)
+            if step.decodes and step.selects and output.num_scheduled_tokens[group_id] == 1:
+                yield Growing(self.groups[group_id], self.requests[group_id], step)
 
     def _plan_rows(self) -> int:
         """Show vLLM's loop how many tokens a row of each group computes. Returns the token budget of all other rows.

@@ -32,7 +32,7 @@ class SchedulerBudgets(Protocol):
         """The forests of a search with these options and so many beams."""
 
     def share_out(
-        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_kept: int
+        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_rows: int
     ) -> None:
         """Give budgets to groups, in the `GroupStep` that is sent to the worker.
 
@@ -41,7 +41,7 @@ class SchedulerBudgets(Protocol):
             output: What vLLM has scheduled.
             num_tokens: Tokens that the step computes without forests.
             spare_tokens: Unused tokens of the step's budget.
-            num_kept: Free KV blocks that no group is lent.
+            num_rows: Rows of all requests, if the next step is scheduled before groups return KV blocks; else 0.
         """
 
     def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:

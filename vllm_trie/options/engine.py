@@ -14,6 +14,8 @@ from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import option, option_meant_by
 
 PLUGIN_NAME = "trie_beam"
+MOST_TABLES = 1 << 31  # bytes: searches number the parts of these tables by 19 bits
+_TABLES = f"is not a number of bytes; pass an integer from 0 to {MOST_TABLES:,}"
 
 
 class EngineOptions(Speculating, Sampling):
@@ -55,7 +57,7 @@ class EngineOptions(Speculating, Sampling):
     catalogs: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"items": "items.catalog"}')
     exclude: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"blocked": "blocked.txt"}')
     catalog_folder: str | None = option(None, "is not a folder; pass its path")
-    request_tables_bytes: int = option(128 << 20, "is not a number of bytes; pass an integer >= 0", ge=0)
+    request_tables_bytes: int = option(128 << 20, _TABLES, ge=0, le=MOST_TABLES)
     scorers: dict[str, Annotated[str, Field(pattern="^https?://")]] = option(
         {}, 'is not a mapping of names to URLs; pass {"prm": "http://host:8000/classify"}'
     )

@@ -23,7 +23,7 @@ MOST_PENALTY = 6  # a million tokens to the power of 6 still fits float32
 MOST_VLLM_PENALTY = 40  # ten million to the power of 40 still fits float64, which vLLM's rules use
 MOST_NGRAM = 64  # tokens, compared one by one in every step
 MOST_WIDTHS = 4_096  # entries of `beam_widths`
-MOST_DIVERSITY = 1e9  # a penalty that no log-probability outweighs
+MOST_DIVERSITY = 1e4  # outweighs any log-probability; float32 sums of such penalties still tell these apart
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; larger sets belong in a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # of strings: about as long as 2,000,000 tokens
 MOST_EXCLUDED_JSON = 2_200_000  # characters: 100,000 ids of twenty digits, a comma and a space
@@ -111,10 +111,11 @@ class Core(Options):
     """The options of every search, by tokens or by steps.
 
     Args:
-        beam_width: Beams that are searched in parallel; `n` hypotheses are returned. One beam is greedy search.
+        beam_width: Beams that are searched in parallel; `n` hypotheses are returned. One beam is greedy search by
+            transformers' rules.
         early_stopping: When `beam_width` hypotheses are finished, True stops; False goes on while the best running
             beam, at its present length, can beat one of them; "never" while it can at any length. As in transformers'
-            `generate`. One beam always stops at the first stop token.
+            `generate`, where one beam stops at the first stop token.
         unit: What beams grow by: "token", or "step", a text up to a delimiter that is sampled and then scored. See
             docs/step_search.md.
     """

@@ -53,7 +53,8 @@ class SearchPhase(NamedTuple):
     """What differs between the steps of a search: sent to the worker with each step, unlike `SearchRules`, sent once.
 
     Args:
-        may_stop: `min_tokens` is reached.
+        may_stop: `min_tokens` is reached, so that a stop token may follow.
+        bars_items: `min_tokens` is not reached: no hypothesis may end with an item, whose last token counts.
         looks_for_stops: Stop tokens end hypotheses, once these may stop.
         is_last: The maximum length is reached: all hypotheses end here.
         num_beams: The most beams that go on; None: one for each slot.
@@ -63,6 +64,7 @@ class SearchPhase(NamedTuple):
     """
 
     may_stop: bool = True
+    bars_items: bool = False
     looks_for_stops: bool = True
     is_last: bool = False
     num_beams: int | None = None
@@ -124,6 +126,7 @@ class _SearchRules(NamedTuple):
     is_last: bool = False  # the maximum length is reached: all hypotheses end here
     num_beams: int | None = None  # the most beams that go on; None: one for each slot
     num_ending: int | None = None  # the best continuations of a group that may finish; None: as many as go on
+    bars_items: bool = False  # no hypothesis may end with an item
 
 
 class SearchRules(_SearchRules):
@@ -141,7 +144,10 @@ class SearchRules(_SearchRules):
             stops = stops._replace(token_ids=())
         if phase.samples_rows:
             strategy = search_part_on_demand("strategies.sampled:RowSamplingStrategy")()
-        return self._replace(strategy=strategy, stops=stops, is_last=phase.is_last, num_beams=phase.num_beams)
+        bars_items = self.are_sparse and phase.bars_items
+        return self._replace(
+            strategy=strategy, stops=stops, is_last=phase.is_last, num_beams=phase.num_beams, bars_items=bars_items
+        )
 
     def layout(self, num_rows: int, vocab_size: int) -> SearchResultLayout:
         """How a step is packed, for groups of r rows and a vocabulary of V tokens; the same on every device."""
@@ -161,6 +167,11 @@ class SearchRules(_SearchRules):
     def are_sparse(self) -> bool:
         """Whether a constraint lists what rows may take: then finishing and surviving beams are ranked separately."""
         return any(key.is_sparse for key in self.constraints)
+
+    @property
+    def bar_ends(self) -> bool:
+        """Whether no hypothesis may end in this step."""
+        return self.bars_items if self.are_sparse else self.stops.are_barred
 
     @cached_property
     def contrasts(self) -> bool:

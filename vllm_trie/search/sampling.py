@@ -61,6 +61,7 @@ def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, fil
     """
     logs = logprobs.to(torch.float64, copy=True)  # the rest is in place: it may take gigabytes
     logs.add_(scores[..., None]).div_(filters.temperature)
+    logs.masked_fill_(logs.amax(dim=-1, keepdim=True).isnan(), NEVER)  # a row whose logits are NaN dies alone
     rows = logs.view(-1, logs.shape[-2] * logs.shape[-1])
     return filter_search_logprobs(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 

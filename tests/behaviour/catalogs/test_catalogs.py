@@ -437,6 +437,20 @@ def test_a_compact_answer_names_the_items(engines: Engines, model: Path) -> None
         assert output.kv_transfer_params["trie_beam"]["item_ids"] == found.item_ids.tolist()
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "max_tokens", "stop", "lengths"),
+    [(3, 6, False, [3, 3, 4]), (4, 6, False, [4]), (3, 3, False, [3, 3]), (3, 3, True, [3, 3]), (4, 6, True, [4])],
+)
+def test_an_item_of_as_many_tokens_as_are_demanded_is_found(
+    engines: Engines, model: Path, min_tokens: int, max_tokens: int, stop: bool, lengths: list[int]
+) -> None:
+    items = [[3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
+    options = {"catalog_stop": stop, "min_tokens": min_tokens, "max_tokens": max_tokens, "allowed_sequences": items}
+    (output,) = engines(model).generate([prompt_of(9)], beam_params(3, n=3, **options))
+    found = [[*one.token_ids] for one in output.outputs]
+    assert [len(item) for item in items if item in [tokens[: len(item)] for tokens in found]] == lengths
+
+
 def test_an_item_that_ends_with_a_stop_token_is_told_where_no_stop_follows(engines: Engines) -> None:
     sequences = [[370, 78, 503], [370, 78, 87]]
     options = {"catalog_stop": True, "stop_token_ids": [503], "allowed_sequences": sequences}

@@ -44,9 +44,9 @@ def test_the_least_of_use_is_given_and_nothing_less(
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
         num_budgets = 0
 
-        def share(candidates: Sequence[Growing], output: Any, num_tokens: int, _: int, num_kept: int) -> None:
+        def share(candidates: Sequence[Growing], output: Any, num_tokens: int, _: int, num_rows: int) -> None:
             nonlocal num_budgets
-            share_out(candidates, output, num_tokens, spare_tokens, num_kept)
+            share_out(candidates, output, num_tokens, spare_tokens, num_rows)
             num_budgets += sum(one.step.budget is not None for one in candidates)
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_trie import BeamParams
-from vllm_trie.messages import CANNOT_DRAFT, DraftedMessage
+from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DraftedMessage
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.engine.speculation_budget import SpeculationBudgets
 
@@ -40,3 +40,10 @@ def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some
         budgets.learn(group, DraftedMessage(4, 2, 4, 0.0, []), num_steps)
         rests.append(group.forests.num_rested)
     assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("speculation", ["exact", "auto"])
+def test_a_layer_has_no_more_drafts_than_a_forest(speculation: str) -> None:
+    """However many are asked for: as many tokens are ranked after each node."""
+    forests = GroupForests(BeamParams(beam_width=2, speculation=speculation, draft_width=150_000), 2)
+    assert forests.draft_width == forests.most_drafts == MOST_DRAFTS

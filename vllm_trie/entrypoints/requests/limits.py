@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST_STOPS
 from vllm_trie.options.request import BeamParams, SearchParams, StepOptions
 from vllm_trie.options.shown import shown_option
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_OPEN = 1 << 16  # candidates of a search by steps that remembers those of all rounds
 MOST_TRACED = 1 << 18  # tokens of beams and drafts in the trace of one search
+MOST_IN_ONE_ROW = MOST_DRAFTS  # beams with memory_mode: no forest has a wider layer
 MOST_WAITING = 16  # candidates of a round of steps, per row of the engine
 
 
@@ -97,7 +99,10 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
         raise ValueError(
             f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, the limit of this engine; lower it"
         )
-    if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
+    if isinstance(beam, BeamParams) and beam.memory_mode:
+        if width > (most := max(rows, MOST_IN_ONE_ROW)):
+            raise ValueError(f"{name}={width} exceeds {most}, the most with memory_mode; lower it")
+    elif width > rows:
         raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if isinstance(beam, StepOptions) and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(

@@ -76,7 +76,7 @@ def best_strategy_continuations(
     allowed, tokens, targets = ranked(are_over=True)
     over = live = _best_strategy_places(allowed, scores, num_ending)
     of_over = of_live = outcomes(over)
-    ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
+    ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.bar_ends)
     finished = over._replace(tokens=_strategy_values_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))
     is_one_ranking = is_searched_on_host(scores.device) and not inputs.has_pending
     if not (is_one_ranking and bool((of_over.goes_on | (over.scores == NEVER)).all())):

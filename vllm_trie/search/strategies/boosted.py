@@ -27,7 +27,7 @@ def choose_by_boosted_strategy(
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
     # In the last step all boosts are those of ends, and no phrase continues after a stop token. Which candidates
     # complete a stop string is known only of what is ranked.
-    may_pend = not (rules.is_last or rules.stops.are_barred)
+    may_pend = not (rules.is_last or rules.bar_ends)
     inputs = inputs._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
 
     def best_of_rows(logprobs: torch.Tensor, boosts: torch.Tensor, beams: SearchBeams) -> tuple[torch.Tensor]:
@@ -36,7 +36,8 @@ def choose_by_boosted_strategy(
         return (best if at_end is None else best.maximum((logprobs + at_end).amax(dim=-1)),)
 
     (best,) = in_search_parts(logprobs.shape, best_of_rows, logprobs, boosts, beams)
-    excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
+    total = (best + before).nan_to_num_(nan=NEVER)  # a row whose logits are NaN dies alone
+    excess = total.amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
     step, _ = rules.strategy.choose(rules, logprobs, beams._replace(scores=before - excess), inputs)
     by_slot, finished = SearchCandidates(*step[:3]), step.finished
     sums = [_boosted_strategy_total(beams.scores, candidates, logprobs) for candidates in (by_slot, finished)]

@@ -104,7 +104,7 @@ class AdaptiveForests:
         """The group's acceptance, by draft width."""
         if not group.acceptance:
             narrow, wide = (factor * group.width for factor in (DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM))
-            most = min(group.most_drafts or wide, wide)
+            most = min(group.most_drafts, wide)
             group.acceptance = {
                 draft_width: DraftAcceptance(self._num_layers, self._of_all[group.width, draft_width])
                 for draft_width in sorted({min(narrow, most), most})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.engine.group import BeamGroupForests
+from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM
 from vllm_trie.speculation.search.forest_size import DraftAcceptance
@@ -23,8 +24,8 @@ class GroupForests(BeamGroupForests):
 
     def __init__(self, params: BeamParams, width: int) -> None:
         self.width, self.is_adaptive = width, params.speculation == "auto"
-        self.most_drafts = params.draft_width  # of one layer, if the request sets it
-        self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # of one layer, unless the size is adaptive
+        self.most_drafts = min(params.draft_width or MOST_DRAFTS, MOST_DRAFTS)  # of one layer
+        self.draft_width = min(params.draft_width or DRAFTS_PER_BEAM * width, MOST_DRAFTS)  # unless it is adaptive
         self.acceptance: dict[int, DraftAcceptance] = {}  # by draft width, if the size is adaptive
         self._first_length = params.sample_first  # of beams, from which the group speculates
         self.restart()

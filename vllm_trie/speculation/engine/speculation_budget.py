@@ -44,10 +44,15 @@ class SpeculationBudgets(SchedulerBudgets):
         return GroupForests(params, width) if options_speculate(params) else BeamGroupForests()
 
     def share_out(
-        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_kept: int
+        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_rows: int
     ) -> None:
         """Gives each group that speculates an equal share; what one cannot use is left to the groups after it."""
-        self._share_out(candidates, num_tokens, spare_tokens, num_kept)
+        speculating = [one for one in candidates if one.group.length >= one.group.forests.first_length]
+        num_kept = 0
+        if num_rows:  # other rows may need these blocks first
+            num_others = num_rows - sum(one.group.num_rows for one in speculating)
+            num_kept = self._kv_cache_manager.most_blocks_of_next_step(num_others)
+        self._share_out(speculating, num_tokens, spare_tokens, num_kept)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # otherwise vLLM only waits for results

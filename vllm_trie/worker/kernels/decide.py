@@ -84,7 +84,7 @@ class KernelDecision:
         self._sizes = kernel_sizes_to_select(slots, slots) if kept else kernel_sizes_to_select_of_many()
         self._num_warps = warps_to_select(self._sizes["lanes"]) if kept else NUM_WARPS
         if rules.are_sparse:  # the best may finish, whatever goes on
-            ending, semantics, is_last = 0 if rules.stops.are_barred else self._most, VLLM.value, False
+            ending, semantics, is_last = 0 if rules.bars_items else self._most, VLLM.value, False
         else:
             ending = rules.width if rules.stops.ending_token_ids else 0
             semantics, is_last = SEMANTICS.index(rules.strategy), rules.is_last
