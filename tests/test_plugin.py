@@ -150,6 +150,36 @@ assert {{name.split(".")[1] for name in loaded({OUTSIDE})}} == {{"trace"}}
 """)
 
 
+NO_TRITON = "import sys; sys.modules['triton'] = None\n"
+
+
+def test_on_a_cpu_what_drafts_needs_no_triton() -> None:
+    succeed(f"""{NO_TRITON}
+import vllm_trie.worker.cpu_worker
+from vllm_trie.worker.cpu.replace import replacements_on_cpu
+from vllm_trie.speculation.worker.tree_speculation import DRAFTERS
+assert replacements_on_cpu() and DRAFTERS
+""")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_on_a_cpu_without_triton_an_engine_drafts(method: str) -> None:
+    succeed(f"""{NO_TRITON}
+import os
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM
+from vllm_trie import beam_params
+engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, enforce_eager=True)
+engine["speculative_config"] = {({"ngram": NGRAM, "draft_model": DRAFTING})[method]}
+llm = LLM({str(TRAINED_TARGET)!r}, additional_config={{"trie_beam": {{}}}}, **engine)
+ways = [beam_params(2, n=2, max_tokens=8, speculation=way) for way in ("exact", "off")]
+drafted, plain = llm.generate([{{"prompt_token_ids": [5, 6, 7, 5, 6, 7]}}] * 2, ways, use_tqdm=False)
+assert "steps_per_forward" in drafted.kv_transfer_params["trie_beam"]
+assert [one.token_ids for one in drafted.outputs] == [one.token_ids for one in plain.outputs]
+""")
+
+
 @pytest.mark.parametrize("name", sorted({*OUTSIDE, *OF_SERVERS, *OF_GPUS, *OF_CPUS, *OF_FEW}))
 def test_what_an_engine_may_do_without_is_there(name: str) -> None:
     assert find_spec(f"vllm_trie.{name}") is not None

@@ -20,8 +20,8 @@ def worker_runs_kernels_on(device: torch.device) -> bool:
 
 @cache
 def worker_module_for_gpus(module: str) -> Any:
-    """A module of `vllm_trie.worker` that only GPUs need, such as kernels: engines on CPUs do not import them."""
-    return import_module(f"vllm_trie.worker.{module}")
+    """A module below `vllm_trie` that only GPUs need, such as kernels: engines on CPUs may have no Triton."""
+    return import_module(f"vllm_trie.{module}")
 
 
 def cdiv(count: int, size: int) -> int:

@@ -105,7 +105,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return
         together = self.max_num_reqs
         if not is_searched_on_host(self.device):
-            widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
+            widest_steps = launches.worker_module_for_gpus("worker.startup.widest_steps")
             together = widest_steps.most_rows_measured_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
         sampler: Any = self.sampler
@@ -114,7 +114,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             launches.worker_runs_kernels_on(self.device)
             and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         ):
-            graphs = launches.worker_module_for_gpus("select.step_graphs")
+            graphs = launches.worker_module_for_gpus("worker.select.step_graphs")
             copying = [self.output_copy_stream]
             if self.pp_handler is not None:
                 copying.append(self.pp_handler.broadcast_stream)
@@ -142,11 +142,11 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_attention_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if launches.worker_runs_kernels_on(self.device):
-            launches.worker_module_for_gpus("startup.layer_bytes").tell_measured_layer_bytes(self)
-            launches.worker_module_for_gpus("startup.plain_step_graphs").capture_plain_step_graphs(
+            launches.worker_module_for_gpus("worker.startup.layer_bytes").tell_measured_layer_bytes(self)
+            launches.worker_module_for_gpus("worker.startup.plain_step_graphs").capture_plain_step_graphs(
                 self.cudagraph_manager
             )
-            launches.worker_module_for_gpus("startup.shared_step_graphs").capture_shared_step_graphs(self)
+            launches.worker_module_for_gpus("worker.startup.shared_step_graphs").capture_shared_step_graphs(self)
         if not is_profiling:
             self.speculation.begin()
 
@@ -165,7 +165,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         logits = self.model.compute_logits(hidden_states)
         self.narrow_head.most_tokens(hidden_states)  # now, because it takes memory
         self.speculation.take_memory()
-        widest_steps = launches.worker_module_for_gpus("startup.widest_steps")
+        widest_steps = launches.worker_module_for_gpus("worker.startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
         widest_steps.take_widest_startup_steps(logits, num_heavy, self.model_config.max_logprobs)
 
@@ -325,7 +325,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
         put = (
-            launches.worker_module_for_gpus("kernels.ordinary_rows").launch_put_sampled
+            launches.worker_module_for_gpus("worker.kernels.ordinary_rows").launch_put_sampled
             if launches.worker_runs_kernels_on(self.device)
             else put_sampled_rows
         )

@@ -11,7 +11,6 @@ from vllm_trie.search.rank import choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels import slots as slots_kernel
 from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.cohort import selection_index_of
 from vllm_trie.worker.select.select import Selector
@@ -72,7 +71,7 @@ class VerifiedForestNodes:
             num_tokens = np.array([self.forest_step.start + 1])
             completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
         into_slots = (
-            slots_kernel.launch_select_next
+            launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
             if launches.worker_runs_kernels_on(self.values.device)
             else choose_next_search_beams
         )

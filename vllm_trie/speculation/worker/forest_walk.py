@@ -24,9 +24,7 @@ from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedFore
 from vllm_trie.speculation.worker.grown_forests import children_in_grown_forests
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import KernelStepSizes
-from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.rows.rows import beams_of_rows
-from vllm_trie.worker.select.by_kernels import select_by_kernels
 
 
 class Walked(NamedTuple):
@@ -99,12 +97,12 @@ class VerifyingWalk:
     def _take(self, rules: SearchRules, nodes: torch.Tensor, beams: SearchBeams) -> PackedSearchStep:
         """One step from beams at `nodes` [G, b]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
-        if launches.worker_runs_kernels_on(device) and (
-            take := select_by_kernels(rules, KernelStepSizes.of(beams, self._values.shape[1]))
-        ):
-            nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
-            which = KernelLogits.of(self._values, at, rules.stops)
-            return take(which, beams, search_numbers(len(at), device), nowhere)
+        if launches.worker_runs_kernels_on(device):
+            kernels = launches.worker_module_for_gpus("worker.select.by_kernels")
+            if take := kernels.select_by_kernels(rules, KernelStepSizes.of(beams, self._values.shape[1])):
+                nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
+                which = kernels.KernelLogits.of(self._values, at, rules.stops)
+                return take(which, beams, search_numbers(len(at), device), nowhere)
         inputs = self.nodes[0].inputs(rules, cache(lambda: self._numbers(nodes[0])))
         return take_packed_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
 

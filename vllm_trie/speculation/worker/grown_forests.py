@@ -17,7 +17,6 @@ from vllm_trie.speculation.search.forest import ROOT, Forest
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests, grown_forests_on_host
 from vllm_trie.speculation.worker.forest_layout import Laid, TargetInputs, lay_out_forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.kernels import forest_layout as kernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.rows import BatchRows
@@ -85,6 +84,7 @@ class GrownForests:
         laid, batch = self.lay(rows), rows.batch
         inputs = TargetInputs(batch.input_ids, batch.positions, slot_mappings)
         if launches.worker_runs_kernels_on(batch.positions.device):
+            kernels = launches.worker_module_for_gpus("speculation.worker.kernels.forest_layout")
             kernels.launch_lay_out_forests(self._growing, self._layout, inputs, laid)
             return
         for plan in self.plans:

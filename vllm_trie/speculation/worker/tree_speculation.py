@@ -25,7 +25,6 @@ from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
 from vllm_trie.speculation.worker.draft_model import draft_model_logits
 from vllm_trie.speculation.worker.grown_forests import forests_grown_together
 from vllm_trie.speculation.worker.hidden_states import DraftHiddenStates, leave_room_for_drafts
-from vllm_trie.speculation.worker.kernels import drafts, forest_growth, forest_layout
 from vllm_trie.speculation.worker.stopwatch import DraftStopwatch
 from vllm_trie.speculation.worker.tree_positions import DraftTreePositions, draft_tree_positions
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
@@ -33,7 +32,6 @@ from vllm_trie.speculation.worker.verify import verify_forests
 from vllm_trie.worker.attention.tree_layers import attention_takes_trees
 from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.kernels import KernelVariants
-from vllm_trie.worker.kv import copies
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, row_rope_state
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import sub_forward_of_rows
@@ -103,6 +101,10 @@ class TreeSpeculation(RunnerSpeculation):
         """See `RunnerSpeculation`."""
         if not self.takes_trees:
             return
+        # Only GPUs come here; others may have no Triton.
+        from vllm_trie.speculation.worker.kernels import drafts, forest_growth, forest_layout
+        from vllm_trie.worker.kv import copies
+
         serving = serving._replace(draft_logits=tuple(draft_model_logits(self._runner)))
         drafts.warm_up_draft_kernels(serving)
         forest_growth.warm_up_growth_kernels(serving)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from vllm_trie.speculation.worker.forest_growth import ForestGrowthPlan, forest_
 from vllm_trie.speculation.worker.forest_layout import forest_layout_of
 from vllm_trie.speculation.worker.forest_step import ForestStep, followed_forest_states
 from vllm_trie.speculation.worker.grown_forests import GrownForests, new_blocks_of_forests
-from vllm_trie.speculation.worker.kernels.forest_growth import ForestGrowthKernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
+
+if TYPE_CHECKING:
+    from vllm_trie.speculation.worker.kernels.forest_growth import ForestGrowthKernels
 
 
 class DeviceForests:
@@ -52,8 +55,10 @@ class DeviceForests:
         self._starts = np.arange(most + 1, dtype=np.int32)
         new_blocks = new_blocks_of_forests(plans)
         more_arrays: list[np.ndarray] = [depths, self._starts, forest_layout_of(plans), *new_blocks]
-        self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.worker_runs_kernels_on(device) else None
-        if self._kernels is not None:
+        self._kernels: ForestGrowthKernels | None = None
+        if launches.worker_runs_kernels_on(device):
+            kernels = launches.worker_module_for_gpus("speculation.worker.kernels.forest_growth")
+            self._kernels = kernels.ForestGrowthKernels(plans, block_sizes)
             more_arrays += self._kernels.arrays
         self._growing, there = forest_growth.plant_forests(plans, more_arrays, device)
         self._positions, self._starts_there, self._layout, *there = there

@@ -44,7 +44,7 @@ class KVMoves(NamedTuple):
 def move_kv(moves: KVMoves, kv: KVCaches) -> None:
     """Carries out a plan, by kernels where there are some."""
     if launches.worker_runs_kernels_on(kv.device):
-        launches.worker_module_for_gpus("kv.copies").launch_kv_moves(moves, kv)
+        launches.worker_module_for_gpus("worker.kv.copies").launch_kv_moves(moves, kv)
     else:
         move_kv_by_torch(moves, kv)
 
@@ -132,7 +132,7 @@ def fork_kv(fork: KVFork, tokens: torch.Tensor, kv: KVCaches) -> None:
         kv: The blocks, and the tables of the rows.
     """
     if launches.worker_runs_kernels_on(kv.device):
-        launches.worker_module_for_gpus("kv.copies").launch_kv_fork(fork, tokens, kv)
+        launches.worker_module_for_gpus("worker.kv.copies").launch_kv_fork(fork, tokens, kv)
     elif (rows := fork.moving()).size:
         copy_kv_histories(rows, tokens, kv)
         move_kv_by_torch(kv_moves_of_tails(rows, kv), kv)

@@ -314,7 +314,7 @@ class Rows:
         if not launches.worker_runs_kernels_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)
             return
-        launches.worker_module_for_gpus("kernels.controls").launch_reorder_counts(rows, self._counts)
+        launches.worker_module_for_gpus("worker.kernels.controls").launch_reorder_counts(rows, self._counts)
         for take_over in self._of_processors:
             take_over(rows.rows[0], rows.sources)
 

@@ -58,7 +58,7 @@ def sub_batch_of_rows(batch: InputBatch, rows: np.ndarray) -> RowSubBatch:
         [*indices, query_starts, cu_num_logits], batch.input_ids.device
     )
     take = (
-        launches.worker_module_for_gpus("kernels.ordinary_rows").launch_take_rows
+        launches.worker_module_for_gpus("worker.kernels.ordinary_rows").launch_take_rows
         if launches.worker_runs_kernels_on(at.device)
         else take_batch_rows
     )

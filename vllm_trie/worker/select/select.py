@@ -145,7 +145,7 @@ class Selector:
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
         narrow, into_slots, graphs = iter(of_levels), choose_next_search_beams, None
         if launches.worker_runs_kernels_on(logits.device):
-            into_slots = launches.worker_module_for_gpus("kernels.slots").launch_select_next
+            into_slots = launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
             graphs = self.graphs
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
@@ -201,7 +201,7 @@ class Selector:
             newest = step.going.tokens[:, : cohort.places.shape[1]].long().flatten()
             sampled[:, 0].index_copy_(0, cohort.on_device[1], newest)
             return step
-        kernels, places = launches.worker_module_for_gpus("select.by_kernels"), cohort.on_device[1]
+        kernels, places = launches.worker_module_for_gpus("worker.select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
         take_rows = take or kernels.SelectionStepByTorch(rules, inputs, which, cohort.layout(values.shape[1]))
         return take_rows(logits_of, beams, places, sampled)
@@ -235,7 +235,7 @@ class Selector:
         local = no_selection_depths(len(slots), device) if depths is None else self.rows.upload(depths, np.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.worker_runs_kernels_on(device):
-            take_newest = launches.worker_module_for_gpus("kernels.controls").launch_take_newest
+            take_newest = launches.worker_module_for_gpus("worker.kernels.controls").launch_take_newest
             positions, tokens = take_newest(uploaded_once_for_search(index, device), *of_batch)
         else:
             newest = batch.logits_indices[selection_index_of(index, device)]
