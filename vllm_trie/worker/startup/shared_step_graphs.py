@@ -2,8 +2,7 @@
 
 vLLM captures full graphs of decoding steps with its own attention, one for each number of rows. These are further ones,
 for some of these numbers, whose attention is `PrefixSuffixAttention`. The runner selects them by a number of tokens per
-row that no step has. They are listed with vLLM's own: vLLM captures them, counts their memory where it measures what it
-leaves for the KV cache, and finds them by the rows of a step.
+row that no step has.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from vllm_trie.supported_engines import plugin_config_of
 from vllm_trie.worker.announce_shared_rows import builders_of_runner
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixAttentionBuilder
 from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS
+from vllm_trie.worker.startup.plain_step_graphs import decode_graph_sizes, has_full_decode_graphs, list_decode_graphs
 
 logger = init_logger("vllm.trie_beam.attention")
 
@@ -45,10 +45,9 @@ def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
     if (hindrance := _hindrance_of_full_graphs(runner, captured)) is not None:
         logger.info_once(IN_PIECES, hindrance)
         return
-    sizes = sorted({min(size, runner.max_num_reqs) for size in manager.compilation_config.cudagraph_capture_sizes})
     least = min(builder.least_rows_to_share for builder in captured)
     most = min(builder.most_rows_in_graphs for builder in captured)
-    sizes = [size for size in sizes if size <= most]
+    sizes = [size for size in decode_graph_sizes(manager) if size <= most]
     if not (chosen := shared_step_sizes(sizes, least, plugin_config_of(runner.vllm_config).max_beam_width)):
         logger.info_once(
             IN_PIECES, f"it pays off from {least} rows on, but graphs have at most {sizes[-1] if sizes else 0}"
@@ -56,7 +55,7 @@ def capture_shared_step_graphs(runner: GPUModelRunner) -> None:
         return
     most_groups = min(builder.capture_in_graphs(chosen) for builder in captured)
     manager.__class__, manager.builders = SharedStepGraphManager, captured
-    _list_graphs(manager, chosen)
+    list_decode_graphs(manager, chosen, SHARES_BLOCKS, max_query_len=1)
     logger.info_once(CAPTURED, len(chosen), chosen[0], chosen[-1], most_groups)
 
 
@@ -90,9 +89,10 @@ def _steps_up_to(most: int, width: int) -> Iterator[float]:
 def _hindrance_of_full_graphs(runner: GPUModelRunner, builders: Sequence[SharedPrefixAttentionBuilder]) -> str | None:
     """The reason why there are no full graphs, if any."""
     manager: Any = runner.cudagraph_manager
-    mode = manager.cudagraph_mode
-    if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
-        return f"cudagraph_mode={mode.name} has no full graphs of decoding steps; use FULL_AND_PIECEWISE"
+    if not has_full_decode_graphs(manager):
+        return (
+            f"cudagraph_mode={manager.cudagraph_mode.name} has no full graphs of decoding steps; use FULL_AND_PIECEWISE"
+        )
     if manager.decode_query_len > 1:
         return "rows of decoding steps may have several tokens"
     if runner.vllm_config.lora_config is not None:
@@ -102,25 +102,6 @@ def _hindrance_of_full_graphs(runner: GPUModelRunner, builders: Sequence[SharedP
     if runner.use_pp:
         return "pipeline stages pass on as many rows as the next one takes"
     return next((builder.graph_hindrance for builder in builders if builder.graph_hindrance is not None), None)
-
-
-def _list_graphs(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
-    """Lists a graph for each number of rows, ascending, ahead of vLLM's for as many.
-
-    The widest are captured first: by these vLLM measures what graphs take, and buffers are allocated for them.
-    """
-    graphs = [
-        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, uniform_token_count=SHARES_BLOCKS, max_query_len=1)
-        for size in sizes
-    ]
-    captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
-    captured[:0] = graphs
-    captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
-    num_covered = 0
-    for graph in graphs:
-        for num_tokens in range(num_covered + 1, graph.num_tokens + 1):
-            manager._candidates.setdefault((num_tokens, 0), []).insert(0, graph)
-        num_covered = graph.num_tokens
 
 
 class _AnnouncesSharedSteps(CudaGraphManager):
