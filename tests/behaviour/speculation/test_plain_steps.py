@@ -50,7 +50,7 @@ def test_a_search_that_asks_to_speculate_finds_what_it_finds_without(engines: En
 def test_where_attention_takes_no_trees_steps_are_plain_and_no_budget_is_given_again(
     engines: Engines, drafts: dict[str, Any], speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_layers, "_attention_builder_takes_trees", lambda _: False)
+    monkeypatch.setattr(tree_layers, "attention_builder_takes_trees", lambda _: False)
     warnings, budgets = list[str](), 0
     logger = SimpleNamespace(warning_once=lambda text, *given: warnings.append(text % given))
     monkeypatch.setattr(tree_layers, "logger", logger)

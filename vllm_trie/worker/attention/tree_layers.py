@@ -38,7 +38,7 @@ def attention_takes_trees(runner: GPUModelRunner) -> bool:
     stock = [
         group
         for group in chain(*attention_layers_of(runner))
-        if not _attention_builder_takes_trees(group.get_metadata_builder(0))
+        if not attention_builder_takes_trees(group.get_metadata_builder(0))
     ]
     if stock:
         logger.warning_once(TAKES_NO_TREES, *count_attention_layers(stock))
@@ -62,7 +62,7 @@ def _attention_by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionG
     parts = list[ByToken]()
     for attn_group in attn_groups:
         builder = attn_group.get_metadata_builder(0)
-        if not _attention_builder_takes_trees(builder):
+        if not attention_builder_takes_trees(builder):
             return []
         for name in attn_group.layer_names:
             parts += builder.by_token(runner.compilation_config.static_forward_context[name].kv_cache)
@@ -75,5 +75,6 @@ def count_attention_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, 
     return sum(len(group.layer_names) for group in attn_groups), ", ".join(sorted(backends))
 
 
-def _attention_builder_takes_trees(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesAttentionPrefixes]:
+def attention_builder_takes_trees(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesAttentionPrefixes]:
+    """Whether a builder's layers take trees."""
     return isinstance(builder, SharesAttentionPrefixes) and builder.takes_trees
