@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
+import torch.distributed as dist
 from torch import nn
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
+from vllm_trie.worker.announce_shared_rows import builders_of_runner
 
 
 def tell_measured_layer_bytes(runner: GPUModelRunner) -> None:
-    """Sets the size of a layer of a runner's model in its attention metadata builders."""
+    """Sets the size of a layer of a runner's model in its attention metadata builders.
+
+    The stages of a pipeline all take the largest of theirs: they must decide alike whether to read shared blocks once,
+    as a step may be padded in one case alone, and stages pass on what they compute.
+    """
     config = runner.vllm_config
     num_bytes = measure_layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
-    for group in chain(*runner.attn_groups):
-        builder: object = group.get_metadata_builder(0)
-        if isinstance(builder, SharesAttentionPrefixes):
-            builder.layer_bytes = num_bytes
+    if runner.use_pp:
+        of_stages = [0] * get_pp_group().world_size
+        dist.all_gather_object(of_stages, num_bytes, group=get_pp_group().cpu_group)
+        num_bytes = max(of_stages)
+    for _, builder in builders_of_runner(runner):
+        builder.layer_bytes = num_bytes
 
 
 def measure_layer_bytes(model: nn.Module, num_layers: int) -> int:
