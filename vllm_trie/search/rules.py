@@ -155,8 +155,7 @@ class SearchRules(_SearchRules):
         has_ranks = self.num_ending is not None
         if (num_tops := self.num_logprobs) is None:
             return SearchResultLayout(num_beams, num_finished, has_ranks=has_ranks)
-        num_tops = vocab_size if num_tops < 0 else min(num_tops, vocab_size)
-        return SearchResultLayout(num_beams, num_finished, (num_reporting, num_tops), has_ranks)
+        return SearchResultLayout(num_beams, num_finished, (num_reporting, min(num_tops, vocab_size)), has_ranks)
 
     @cached_property
     def items(self) -> ItemConstraint | None:

@@ -164,9 +164,7 @@ def reported_search_step(rules: SearchRules, choice: SearchDecision) -> SearchSt
     step, logprobs = choice
     if rules.num_logprobs is None:
         return step
-    vocab_size = logprobs.shape[-1]
-    num_tops = vocab_size if rules.num_logprobs < 0 else min(rules.num_logprobs, vocab_size)
-    best, tokens = search_topk(logprobs, num_tops)
+    best, tokens = search_topk(logprobs, min(rules.num_logprobs, logprobs.shape[-1]))
     return step._replace(
         top_logprobs=SearchTopLogprobs(tokens, best),
         beam_logprobs=_search_token_logprobs(logprobs, step.parents, step.tokens),

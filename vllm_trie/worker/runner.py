@@ -167,7 +167,8 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.speculation.take_memory()
         widest_steps = launches.worker_module_for_gpus("worker.startup.widest_steps")
         num_heavy = widest_steps.most_heavy_rows_measured(self.vllm_config)
-        widest_steps.take_widest_startup_steps(logits, num_heavy, self.model_config.max_logprobs)
+        vocab_size, most = logits.shape[1], self.model_config.max_logprobs  # -1: all
+        widest_steps.take_widest_startup_steps(logits, num_heavy, vocab_size if most < 0 else most)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

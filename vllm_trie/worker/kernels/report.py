@@ -29,7 +29,7 @@ REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row: sizes that kern
 
 def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
     """Whether kernels rank this many tokens of each row."""
-    return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
+    return num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
 class KernelReport:

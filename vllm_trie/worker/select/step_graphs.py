@@ -174,7 +174,7 @@ class SelectionGraphs:
         """`hold` as far as rules alone decide it, without a full look at them: a long key takes long to find."""
         has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
         looks_in_text = rules.stops.may_complete
-        reports_much = not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW
+        reports_much = (rules.num_logprobs or 0) > MOST_PER_ROW
         is_processed = rules.is_controlled and self._rows.has_processors
         return not (has_long_key or looks_in_text or reports_much or is_processed)
 

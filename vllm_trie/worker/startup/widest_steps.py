@@ -55,7 +55,7 @@ def take_widest_startup_steps(logits: torch.Tensor, num_heavy: int, num_logprobs
     Args:
         logits: [R, V], of all rows.
         num_heavy: See `most_heavy_rows_measured`.
-        num_logprobs: The most that each row may have to report; -1: all.
+        num_logprobs: The most that each row may have to report.
     """
     _take_startup_step(
         SearchRules(len(logits), BestStrategy(), STOPS, num_logprobs, True), logits, _startup_states_by_grammar(logits)
