@@ -16,7 +16,6 @@ import triton.language as tl
 from vllm_trie.search.beams import NextSearchBeams, SearchBeams
 from vllm_trie.search.devices import search_constant
 from vllm_trie.search.filters import NO_PRUNING
-from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
@@ -42,11 +41,11 @@ from vllm_trie.worker.kernels.order_keys import (
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     BOTH,
-    MOST_TILES,
     KernelLogits,
     KernelRowRanking,
     Wanted,
     can_filter_in_kernels,
+    kernels_rank_rows,
     launch_tile_maxima,
     logprobs_in_kernel,
 )
@@ -63,7 +62,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
         and can_filter_in_kernels(rules.filters)
         and not rules.stops.may_complete
         and rules.width <= SLOTS[-1]
-        and sizes.vocab_size <= MOST_TILES * TILE
+        and kernels_rank_rows(rules.width, sizes.vocab_size)
     )
 
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import filled_for_search
-from vllm_trie.search.rank import TILE
 from vllm_trie.search.step_result import SearchResultLayout
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, key_score_in_kernel, sort_keys_in_kernel
 from vllm_trie.worker.kernels.tiles import (
@@ -15,7 +14,6 @@ from vllm_trie.worker.kernels.tiles import (
     BLOCK,
     GOING,
     MOST_PER_ROW,
-    MOST_TILES,
     NOT_ALLOWED,
     KernelRowRanking,
     KernelTiles,
@@ -25,11 +23,6 @@ from vllm_trie.worker.kernels.tiles import (
 )
 
 REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row: sizes that kernels are compiled for
-
-
-def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
-    """Whether kernels rank this many tokens of each row."""
-    return num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
 class KernelReport:

@@ -18,7 +18,6 @@ from vllm_trie.search.beams import SearchBeams, States
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ConstraintTrie, ItemConstraint
 from vllm_trie.search.constraints.stops import StopConstraints
 from vllm_trie.search.filters import NO_PRUNING
-from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.strategies.best import BestStrategy
@@ -33,11 +32,10 @@ from vllm_trie.worker.kernels.items import (
     rank_items_of_few_by_kernel,
     rank_items_of_many_by_kernels,
 )
-from vllm_trie.worker.kernels.report import REPORTED, KernelReport, can_report_by_kernels
+from vllm_trie.worker.kernels.report import REPORTED, KernelReport
 from vllm_trie.worker.kernels.tiles import (
     BLOCK,
     BOTH,
-    MOST_TILES,
     KernelLogits,
     KernelRanking,
     KernelRowRanking,
@@ -45,6 +43,7 @@ from vllm_trie.worker.kernels.tiles import (
     Wanted,
     can_filter_in_kernels,
     kernel_log_min_p,
+    kernels_rank_rows,
     launch_tile_maxima,
 )
 from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, launch_best_of_groups
@@ -63,7 +62,7 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
         and rules.pruning == NO_PRUNING
         and can_filter_in_kernels(rules.filters)
         and not stops.may_complete
-        and (rules.num_logprobs is None or can_report_by_kernels(rules.num_logprobs, vocab_size))
+        and (rules.num_logprobs is None or kernels_rank_rows(rules.num_logprobs, vocab_size))
     ):
         return False
     is_few = beams_are_few_for_kernels(rules, sizes)
@@ -83,7 +82,9 @@ def can_take_by_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
 
 def beams_are_few_for_kernels(rules: SearchRules, sizes: KernelStepSizes) -> bool:
     """Whether each row of a group is ranked alone, keeping no more than may go on."""
-    is_small = sizes.vocab_size <= MOST_TILES * TILE if not rules.are_sparse else sizes.most_children <= CHILDREN[-1]
+    is_small = (
+        sizes.most_children <= CHILDREN[-1] if rules.are_sparse else kernels_rank_rows(rules.width, sizes.vocab_size)
+    )
     return is_small and rules.width <= SLOTS[-1] and rules.num_ending is None
 
 

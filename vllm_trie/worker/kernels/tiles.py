@@ -192,6 +192,11 @@ class KernelRowRanking:
 WARPS_TO_READ = 4
 
 
+def kernels_rank_rows(count: int, vocab_size: int) -> bool:
+    """Whether kernels rank this many tokens of each row alone; otherwise torch does."""
+    return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
+
+
 def can_filter_in_kernels(filters: SearchFilters) -> bool:
     """Whether kernels apply these filters: those that need a row's maximum, but not its order."""
     return (filters.top_k, filters.top_p) == (0, 1.0)

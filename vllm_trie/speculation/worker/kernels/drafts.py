@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 
 from vllm_trie.search.devices import NEVER, filled_for_search, search_constant
-from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
-    MOST_TILES,
     KernelLogits,
     KernelRowRanking,
     Wanted,
@@ -21,11 +20,6 @@ from vllm_trie.worker.kernels.tiles import (
 from vllm_trie.worker.launches import next_power_of_2
 
 LEAST_KEPT = 4  # of a row, so that few variants suffice
-
-
-def draft_kernels_take(count: int, vocab_size: int) -> bool:
-    """Whether the kernels rank this many tokens of a row; otherwise torch does."""
-    return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
 
 
 def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from vllm_trie.worker.kernels.order_keys import (
     order_key_in_kernel,
     sort_keys_in_kernel,
 )
+from vllm_trie.worker.kernels.tiles import kernels_rank_rows
 
 MOST_ENDS = 3  # tokens after which no beam continues, which are ranked with all others
 SIZES = [(slots, factor * slots) for slots in SLOTS for factor in (1, 2)]  # nodes of a layer, and tokens of each
@@ -85,7 +86,7 @@ class ForestGrowthKernels:
         active = [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
         ranked, (about, stops, _) = [plan for plan in active if self._is_ranked[plan.place]], self.on_device
         count = max((_num_ranked_by_draft_kernels(plan, number, logits.shape[1]) for plan in ranked), default=0)
-        if not ranked or not drafts.draft_kernels_take(count, logits.shape[1]):
+        if not ranked or not kernels_rank_rows(count, logits.shape[1]):
             return set()
         sizes = kernel_sizes_to_draft(max(map(_widest_in_growth_kernels, ranked)), count)
         keys = drafts.launch_best_drafts(logits, search_numbers(len(logits), logits.device), count, sizes["per_row"])
@@ -105,7 +106,7 @@ class ForestGrowthKernels:
             number: From 1 on.
         """
         count = _num_ranked_by_draft_kernels(plan, number, logits.shape[1])
-        if not _is_plain_to_draft_kernels(plan) or not drafts.draft_kernels_take(count, logits.shape[1]):
+        if not _is_plain_to_draft_kernels(plan) or not kernels_rank_rows(count, logits.shape[1]):
             return None
         own = search_numbers(len(logits), logits.device)[nodes]
         keys = drafts.launch_best_drafts(logits, own, count, drafts.kept_by_draft_kernels(count))
