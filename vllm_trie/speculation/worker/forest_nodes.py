@@ -7,13 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_trie.search.rank import choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.worker import launches
 from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.cohort import selection_index_of
-from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.select.select import Selector, selection_into_slots
 
 ROOT_OF_DEAD = 0  # in place of the node of a dead beam, which nothing continues
 
@@ -70,9 +68,4 @@ class VerifiedForestNodes:
         if rules.stops.may_complete:
             num_tokens = np.array([self.forest_step.start + 1])
             completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
-        into_slots = (
-            launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
-            if launches.worker_runs_kernels_on(self.values.device)
-            else choose_next_search_beams
-        )
-        return SearchInputs(completes=completes, select_next=into_slots)
+        return SearchInputs(completes=completes, select_next=selection_into_slots(self.values.device))

@@ -16,7 +16,7 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import uploaded_once_for_search
-from vllm_trie.search.rank import choose_next_search_beams
+from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
@@ -52,6 +52,13 @@ Group = TypeVar("Group")
 def no_selection_depths(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros. Read-only."""
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def selection_into_slots(device: torch.device) -> Callable[..., SearchCandidates[torch.Tensor]]:
+    """`choose_next_search_beams`, by a kernel where kernels run."""
+    if not launches.worker_runs_kernels_on(device):
+        return choose_next_search_beams
+    return launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
 
 
 class Selector:
@@ -143,10 +150,8 @@ class Selector:
         """
         selected, parents, moving, has_replayed = list[PackedStep](), [], list[SelectionCohort](), False
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        narrow, into_slots, graphs = iter(of_levels), choose_next_search_beams, None
-        if launches.worker_runs_kernels_on(logits.device):
-            into_slots = launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
-            graphs = self.graphs
+        narrow, into_slots = iter(of_levels), selection_into_slots(logits.device)
+        graphs = self.graphs if launches.worker_runs_kernels_on(logits.device) else None
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
             level, own = next(narrow) if cohort.narrows else (None, logits)
