@@ -7,13 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from vllm_trie.search.beams import NextSearchBeams, SearchBeams
+from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep, SearchResultLayout
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
 from vllm_trie.worker.kernels.tiles import KernelLogits
-from vllm_trie.worker.select.cohort import SelectionCohort
+from vllm_trie.worker.select.cohort import SelectionCohort, put_newest_selected
 
 NO_VALUES = torch.empty(0, 0)  # a plan has no logits of a step
 
@@ -63,10 +63,5 @@ class SelectionStepByTorch(TakeStep):
         """See `TakeStep`."""
         of_rows = logits.values[self.which].view(*beams.scores.shape, -1)
         taken = take_packed_search_step(self.rules, of_rows, beams, self.inputs, self.layout)
-        sampled[:, 0].index_copy_(0, places, newest_selected_tokens(taken.going, beams))
+        put_newest_selected(taken.going, places, sampled)
         return taken
-
-
-def newest_selected_tokens(going: NextSearchBeams, beams: SearchBeams) -> torch.Tensor:
-    """[G * r] int64, the newest tokens of as many beams as there were rows."""
-    return going.tokens[:, : beams.scores.shape[1]].long().flatten()

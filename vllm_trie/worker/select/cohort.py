@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import NextSearchBeams
 from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_search
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import SearchResultLayout
@@ -232,3 +233,9 @@ def selection_index_of(index: np.ndarray, device: torch.device) -> slice | torch
     if index.tolist() == [*range(first, first + count)]:
         return slice(first, first + count)
     return uploaded_once_for_search(index, device)
+
+
+def put_newest_selected(going: NextSearchBeams, places: torch.Tensor, sampled: torch.Tensor) -> None:
+    """Writes the newest tokens of the rows at `places` [G * r], of as many beams, into `sampled` [batch, ...]."""
+    newest = going.tokens[:, : len(places) // len(going.tokens)].long().flatten()
+    sampled[:, 0].index_copy_(0, places, newest)

@@ -34,6 +34,7 @@ from vllm_trie.worker.select.cohort import (
     MovingRows,
     SelectionBatchPlan,
     SelectionCohort,
+    put_newest_selected,
     selection_index_of,
 )
 from vllm_trie.worker.select.narrow import SelectionLogits
@@ -203,8 +204,7 @@ class Selector:
         if not launches.worker_runs_kernels_on(values.device):
             of_rows = values[which].view(*cohort.places.shape, -1)
             step = take_packed_search_step(rules, of_rows, beams, inputs, cohort.layout(values.shape[1]))
-            newest = step.going.tokens[:, : cohort.places.shape[1]].long().flatten()
-            sampled[:, 0].index_copy_(0, cohort.on_device[1], newest)
+            put_newest_selected(step.going, cohort.on_device[1], sampled)
             return step
         kernels, places = launches.worker_module_for_gpus("worker.select.by_kernels"), cohort.on_device[1]
         logits_of, take = kernels.planned_selection(cohort, values, beams, inputs.level)
