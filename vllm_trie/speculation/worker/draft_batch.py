@@ -14,6 +14,7 @@ import torch
 from vllm_trie.search import search_spans
 from vllm_trie.search.devices import uploaded_for_search, uploaded_together_for_search
 from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.speculation.worker.table_entries import draft_tables_side_by_side
 from vllm_trie.worker.attention.shared_rows import SharedRows
 
 
@@ -92,11 +93,7 @@ class DraftBatch:
     @cached_property
     def tables(self) -> list[np.ndarray]:
         """By KV cache group: [rows, columns] int32."""
-        tables = []
-        for of_table in zip(*self.blocks, strict=True):
-            columns = max(table.shape[1] for table in of_table)
-            tables.append(np.concatenate([np.pad(t, ((0, 0), (0, columns - t.shape[1]))) for t in of_table]))
-        return tables
+        return [draft_tables_side_by_side(of_table) for of_table in zip(*self.blocks, strict=True)]
 
     def inputs(self, block_sizes: Sequence[int], device: torch.device) -> DraftInputs:
         """The batch on the device, by one copy; `block_sizes`: by KV cache group."""
