@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.options.shown import shown_option
+from vllm_trie.search import search_spans
 from vllm_trie.search.constraints.catalog import MOST_PLACES
 from vllm_trie.search.constraints.closed_nodes import (
     IS_CLOSED,
@@ -181,8 +182,7 @@ def _closed_nodes(catalog: Catalog, ended: np.ndarray) -> NodeCodes:
         is_dead = is_shut.copy()
         is_dead[is_shut] = ~ends
         first, num_below = first.compress(is_dead), num_closed.compress(is_dead)
-        below = np.repeat(first - num_below.cumsum() + num_below, num_below) + np.arange(num_below.sum())
-        levels.append(np.delete(nodes.astype(np.int64) << KIND_BITS | kinds, below))
+        levels.append(np.delete(nodes.astype(np.int64) << KIND_BITS | kinds, search_spans(first, num_below)))
         most_together = max(most_together, int(num_closed.compress(~is_dead).max(initial=0)))
     return NodeCodes(np.concatenate(levels[::-1]), most_together)
 
