@@ -12,8 +12,10 @@ from vllm_trie.search.devices import cached_search_tensors_within, uploaded_for_
 
 CPU = torch.device("cpu")
 MOST_TOKENS = 1 << 31  # more than any vocabulary has
-TABLE_BYTES = 32 << 20  # cached tables of each of the two kinds, besides those of running searches, and their keys
+TABLE_BYTES = 32 << 20  # cached tables of each kind, besides those of running searches, and their keys
 BYTES_OF_ID = 40  # of a token in a key: a number, and its place in a tuple
+# Caches what a function makes of tokens, its first argument.
+cached_by_search_tokens = cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
 
 
 class SearchTokenIds(tuple[int, ...]):
@@ -34,13 +36,13 @@ def _search_token_ids(content: bytes) -> SearchTokenIds:
     return SearchTokenIds(np.frombuffer(content, np.int64).tolist())
 
 
-@cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+@cached_by_search_tokens
 def search_token_columns(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
     """[n] int64, the tokens that are in the vocabulary. Read-only."""
     return uploaded_for_search(_search_tokens_in_vocabulary(token_ids, vocab_size), device)
 
 
-@cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+@cached_by_search_tokens
 def search_token_classes(
     token_ids: tuple[int, ...], of_these: int, vocab_size: int, device: torch.device
 ) -> torch.Tensor:

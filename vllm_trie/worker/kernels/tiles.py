@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, StopConstraints
-from vllm_trie.search.devices import NEVER, cached_search_tensors_within, uploaded_for_search
+from vllm_trie.search.devices import NEVER, uploaded_for_search
 from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import TILE
-from vllm_trie.search.token_tables import BYTES_OF_ID, TABLE_BYTES
+from vllm_trie.search.token_tables import cached_by_search_tokens
 from vllm_trie.worker.kernels.order_keys import (
     LAST_KEY,
     NUM_SCORE_BITS,
@@ -78,7 +78,7 @@ class KernelLogits(NamedTuple):
         return values, self.which, values.stride(0), values.shape[1], self.classes, self.mixed, float(self.temperature)
 
 
-@cached_search_tensors_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+@cached_by_search_tokens
 def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
     """[B] int32, see `KernelLogits`: the blocks that have any of these tokens."""
     of_tokens, blocks = np.array(token_ids, dtype=np.int64), np.zeros(cdiv(vocab_size, BLOCK), dtype=np.int32)
