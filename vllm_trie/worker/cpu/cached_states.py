@@ -14,13 +14,13 @@ import torch
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
 from vllm_trie.worker.cpu.inputs import block_table_on_cpu
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 MAMBA_UTILS = "vllm.v1.worker."
 MAMBA_OPS = "vllm.model_executor.layers.mamba.ops."
 
 
-@kernel_on_cpu("mamba_utils:preprocess_mamba_align_fused_kernel", MAMBA_UTILS, "model_states.mamba_hybrid")
+@replaces_on_cpu("mamba_utils:preprocess_mamba_align_fused_kernel", MAMBA_UTILS, "model_states.mamba_hybrid")
 def next_state_columns_on_cpu(
     idx_mapping: Array,
     state_idx: Array,
@@ -41,7 +41,7 @@ def next_state_columns_on_cpu(
     num_accepted_tokens[slots[moves]] = 1
 
 
-@kernel_on_cpu("mamba_utils:precopy_mamba_align_fused_kernel", MAMBA_UTILS)
+@replaces_on_cpu("mamba_utils:precopy_mamba_align_fused_kernel", MAMBA_UTILS)
 def copy_to_next_columns_on_cpu(
     mamba_state_idx: Array,
     src_col: Array,
@@ -77,7 +77,7 @@ def copy_to_next_columns_on_cpu(
             ctypes.memmove(base + stride * destination, base + stride * source, size)
 
 
-@kernel_on_cpu("mamba_utils:postprocess_mamba_fused_kernel", MAMBA_UTILS)
+@replaces_on_cpu("mamba_utils:postprocess_mamba_fused_kernel", MAMBA_UTILS)
 def keep_accepted_states_on_cpu() -> None:
     """Would undo what rejected drafts did to states; without speculation there are none."""
 
@@ -120,7 +120,7 @@ def scan_states_on_cpu(
     return torch.stack(states)
 
 
-@kernel_on_cpu("ssd_checkpoint:_store_prefill_checkpoint_kernel", MAMBA_OPS)
+@replaces_on_cpu("ssd_checkpoint:_store_prefill_checkpoint_kernel", MAMBA_OPS)
 def keep_checkpoints_on_cpu(
     x: torch.Tensor,
     conv_state: torch.Tensor,

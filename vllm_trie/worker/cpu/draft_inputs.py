@@ -6,10 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from vllm_trie.search import search_spans
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 
-@kernel_on_cpu("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
+@replaces_on_cpu("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
 def prepare_draft_prefill_inputs_on_cpu(
     target_input_ids: Array, target_positions: Array, last_sampled: Array, idx_mapping: Array, out_input_ids: Array,
     out_positions: Array, last_token_indices: Array, out_query_start_loc: Array, out_seq_lens: Array,
@@ -33,7 +33,7 @@ def prepare_draft_prefill_inputs_on_cpu(
     last_token_indices[num_rows:max_num_reqs] = out_seq_lens[num_rows:max_num_reqs] = 0
 
 
-@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_prefill_inputs_kernel")
+@replaces_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_prefill_inputs_kernel")
 def prepare_head_prefill_inputs_on_cpu(
     last_token_indices: Array, draft_current_step: Tensor, draft_input_ids: Array, draft_positions: Array,
     draft_query_start_loc: Array, draft_seq_lens: Array, target_input_ids: Array, target_positions: Array,
@@ -55,7 +55,7 @@ def prepare_head_prefill_inputs_on_cpu(
     draft_current_step.zero_()
 
 
-@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_decode_inputs_kernel")
+@replaces_on_cpu("spec_decode.target_dependent_ar.speculator:_prepare_decode_inputs_kernel")
 def prepare_head_decode_inputs_on_cpu(
     draft_tokens: Array, target_seq_lens: Array, num_rejected: Array, input_ids: Array, positions: Array,
     sample_src_positions: Array, query_start_loc: Array, seq_lens: Array, max_model_len: int, max_num_reqs: int,
@@ -71,7 +71,7 @@ def prepare_head_decode_inputs_on_cpu(
     query_start_loc[: max_num_reqs + 1] = np.minimum(np.arange(max_num_reqs + 1), num_rows)
 
 
-@kernel_on_cpu("spec_decode.target_dependent_ar.speculator:_update_draft_inputs_kernel")
+@replaces_on_cpu("spec_decode.target_dependent_ar.speculator:_update_draft_inputs_kernel")
 def update_head_inputs_on_cpu(
     output_draft_tokens: Array, next_input_hidden_states: Tensor, input_ids: Array, positions: Array,
     sample_src_positions: Array, seq_lens: Array, draft_tokens: Array, current_draft_step: Tensor,

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from vllm_trie.search import search_spans
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 WORD_BYTES = 4  # the unit of strides and sizes of segments of KV blocks
 
 
-@kernel_on_cpu("input_batch:_prepare_prefill_inputs_kernel")
+@replaces_on_cpu("input_batch:_prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs_on_cpu(
     input_ids: Array, next_prefill_tokens: Array, num_lookahead: int, idx_mapping: Array, query_start_loc: Array,
     all_token_ids: Array, prefill_lens: Array, num_computed_tokens: Array,
@@ -36,7 +36,7 @@ def prepare_prefill_inputs_on_cpu(
         next_prefill_tokens[: len(following), slot] = following
 
 
-@kernel_on_cpu("input_batch:_prepare_pos_seq_lens_kernel")
+@replaces_on_cpu("input_batch:_prepare_pos_seq_lens_kernel")
 def prepare_pos_seq_lens_on_cpu(
     pos: Array, seq_lens: Array, idx_mapping: Array, query_start_loc: Array, num_computed_tokens: Array
 ) -> None:
@@ -49,7 +49,7 @@ def prepare_pos_seq_lens_on_cpu(
     pos[:num_tokens] = computed if num_tokens == num_rows else search_spans(computed, lengths)
 
 
-@kernel_on_cpu("mm.rope:_prepare_rope_positions_kernel")
+@replaces_on_cpu("mm.rope:_prepare_rope_positions_kernel")
 def prepare_rope_positions_on_cpu(
     positions: Array, prefill_positions: Array, prefill_delta: Array, idx_mapping: Array, query_start_loc: Array,
     prefill_lens: Array, num_computed_tokens: Array, num_dims: int,
@@ -63,7 +63,7 @@ def prepare_rope_positions_on_cpu(
         positions[:, start:end] = prefill_positions[of_slot, first : first + end - start]
 
 
-@kernel_on_cpu("input_batch:_combine_sampled_and_draft_tokens_kernel")
+@replaces_on_cpu("input_batch:_combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens_on_cpu(
     input_ids: Array, idx_mapping: Array, last_sampled_tokens: Array, query_start_loc: Array, seq_lens: Array,
     prefill_len: Array, draft_tokens: Array, cu_num_logits: Array, logits_indices: Array,
@@ -87,7 +87,7 @@ def combine_sampled_and_draft_tokens_on_cpu(
     input_ids[logits_indices[is_draft]] = draft_tokens[slots, local[is_draft] - 1]
 
 
-@kernel_on_cpu("input_batch:_expand_idx_mapping_kernel")
+@replaces_on_cpu("input_batch:_expand_idx_mapping_kernel")
 def expand_idx_mapping_on_cpu(
     idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
 ) -> None:
@@ -97,7 +97,7 @@ def expand_idx_mapping_on_cpu(
     expanded_local_pos[:] = search_spans(0, num_logits)
 
 
-@kernel_on_cpu("input_batch:_get_num_sampled_and_rejected_kernel")
+@replaces_on_cpu("input_batch:_get_num_sampled_and_rejected_kernel")
 def get_num_sampled_and_rejected_on_cpu(
     num_sampled: Array, num_rejected: Array, seq_lens: Array, cu_num_logits: Array, idx_mapping: Array,
     prefill_len: Array,
@@ -109,7 +109,7 @@ def get_num_sampled_and_rejected_on_cpu(
     num_sampled[is_chunk] = num_rejected[is_chunk] = 0
 
 
-@kernel_on_cpu("input_batch:_post_update_kernel")
+@replaces_on_cpu("input_batch:_post_update_kernel")
 def post_update_on_cpu(
     idx_mapping: Array, num_computed_tokens: Array, last_sampled_tokens: Array, output_bin_counts: Array | None,
     sampled_tokens: Array, num_sampled: Array, num_rejected: Array, query_start_loc: Array | None, all_token_ids: Array,
@@ -138,7 +138,7 @@ def post_update_on_cpu(
     total_len[idx_mapping] += num_sampled
 
 
-@kernel_on_cpu("input_batch:_post_update_num_computed_tokens_kernel")
+@replaces_on_cpu("input_batch:_post_update_num_computed_tokens_kernel")
 def post_update_num_computed_tokens_on_cpu(
     idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array
 ) -> None:
@@ -146,7 +146,7 @@ def post_update_num_computed_tokens_on_cpu(
     num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
 
 
-@kernel_on_cpu("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+@replaces_on_cpu("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
 def prompt_logprobs_token_ids_on_cpu(
     prompt_logprobs_token_ids: Array, query_start_loc: Array, idx_mapping: Array, num_computed_tokens: Array,
     all_token_ids: Array,
@@ -158,7 +158,7 @@ def prompt_logprobs_token_ids_on_cpu(
     prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
 
 
-@kernel_on_cpu("buffer_utils:_apply_write_kernel")
+@replaces_on_cpu("buffer_utils:_apply_write_kernel")
 def apply_write_on_cpu(
     output: torch.Tensor, output_stride: Any, write_indices: Array, write_starts: Array, write_contents: Array,
     write_cu_lens: Array, write_group_ids: Array | None, multi_group: bool,
@@ -212,7 +212,7 @@ def gather_block_tables_on_cpu(
     return tuple(padded)
 
 
-@kernel_on_cpu("block_table:_compute_slot_mappings_kernel")
+@replaces_on_cpu("block_table:_compute_slot_mappings_kernel")
 def compute_slot_mappings_on_cpu(
     idx_mapping: Array, query_start_loc: Array, pos: Array, block_table_ptrs: torch.Tensor,
     block_table_strides: torch.Tensor, block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor,
@@ -253,7 +253,7 @@ def apply_prompt_embeds_on_cpu(
         of_batch.copy_(own)
 
 
-@kernel_on_cpu("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
+@replaces_on_cpu("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
 def zero_blocks_on_cpu(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
     """Zeroes blocks in all segments, whose addresses are in bytes."""
     for address, stride, size in zip(

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from vllm_trie.search.constraints.grammar import unpacked_constraint_mask
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 MINUS_INFINITY = float("-inf")
 
 
-@kernel_on_cpu("sample.gumbel:_temperature_kernel")
+@replaces_on_cpu("sample.gumbel:_temperature_kernel")
 def apply_temperature_on_cpu(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
     """Divides by the temperature, except where it is 0."""
     of_row = temperature[expanded_idx_mapping]
     logits.div_(torch.where(of_row == 0, 1.0, of_row)[:, None])
 
 
-@kernel_on_cpu("sample.min_p:_min_p_kernel")
+@replaces_on_cpu("sample.min_p:_min_p_kernel")
 def apply_min_p_on_cpu(logits: Tensor, expanded_idx_mapping: Tensor, min_p: Tensor) -> None:
     """Bans tokens less probable than min_p times the most probable one."""
     threshold = logits.amax(-1) + min_p[expanded_idx_mapping].log()
     logits.masked_fill_(logits < threshold[:, None], MINUS_INFINITY)
 
 
-@kernel_on_cpu("sample.penalties:_penalties_kernel")
+@replaces_on_cpu("sample.penalties:_penalties_kernel")
 def apply_penalties_on_cpu(
     logits: Tensor, expanded_idx_mapping: Tensor, token_ids: Tensor, expanded_local_pos: Tensor,
     repetition_penalty: Tensor, frequency_penalty: Tensor, presence_penalty: Tensor, prompt_bin_mask: Tensor,
@@ -52,7 +52,7 @@ def apply_penalties_on_cpu(
     logits[rows] = values
 
 
-@kernel_on_cpu("sample.penalties:_bincount_kernel")
+@replaces_on_cpu("sample.penalties:_bincount_kernel")
 def bincount_on_cpu(
     expanded_idx_mapping: Array, all_token_ids: Array, prompt_len: Array, prefill_len: Array, prompt_bin_mask: Array,
     output_bin_counts: Array,
@@ -65,7 +65,7 @@ def bincount_on_cpu(
         np.add.at(output_bin_counts[slot], all_token_ids[slot, prompt_len[slot] : prefill_len[slot]], 1)
 
 
-@kernel_on_cpu("sample.logit_bias:_bias_kernel")
+@replaces_on_cpu("sample.logit_bias:_bias_kernel")
 def apply_logit_bias_on_cpu(
     logits: Tensor, expanded_idx_mapping: Tensor, num_allowed_token_ids: Tensor, allowed_token_ids: Tensor,
     num_logit_bias: Tensor, bias_token_ids: Tensor, bias: Tensor, pos: Tensor, min_lens: Tensor,
@@ -100,7 +100,7 @@ def apply_logit_bias_on_cpu(
             logits[row[kept], token[kept]] = saved[kept]
 
 
-@kernel_on_cpu("sample.bad_words:_bad_words_kernel")
+@replaces_on_cpu("sample.bad_words:_bad_words_kernel")
 def apply_bad_words_on_cpu(
     logits: Array, expanded_idx_mapping: Array, bad_word_token_ids: Array, bad_word_offsets: Array,
     num_bad_words: Array, all_token_ids: Array, prompt_len: Array, total_len: Array, input_ids: Array,
@@ -123,7 +123,7 @@ def apply_bad_words_on_cpu(
     logits[row[completes], bad_word_token_ids[slot[completes], last[completes]]] = MINUS_INFINITY
 
 
-@kernel_on_cpu("structured_outputs:_apply_grammar_bitmask_kernel")
+@replaces_on_cpu("structured_outputs:_apply_grammar_bitmask_kernel")
 def apply_grammar_bitmask_on_cpu(
     logits: Tensor, logits_indices: Array, cu_num_logits: Array, bitmask: Tensor, vocab_size: int, mask_stride: int
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 SPECULATOR = "spec_decode.ngram.speculator:"
 
 
-@kernel_on_cpu(SPECULATOR + "_ngram_scan_kernel")
+@replaces_on_cpu(SPECULATOR + "_ngram_scan_kernel")
 def find_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, scratch: Array, min_n: int, max_n: int
 ) -> None:
@@ -23,7 +23,7 @@ def find_ngrams_on_cpu(
         scratch[row, 0] = len(text) - len(following)
 
 
-@kernel_on_cpu(SPECULATOR + "_ngram_finalize_kernel")
+@replaces_on_cpu(SPECULATOR + "_ngram_finalize_kernel")
 def draft_by_ngrams_on_cpu(
     token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, last_sampled: Array, scratch: Array,
     drafts: Array,

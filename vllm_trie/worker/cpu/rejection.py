@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from vllm_trie.search import search_spans
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu, replaces_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, draw_tokens_on_cpu
 
 SMALLEST = 4.6566127342e-10  # the smallest of Triton's random numbers other than 0
 
 
-@kernel_on_cpu("spec_decode.rejection_sampler:_gather_draft_sampled_kernel")
+@replaces_on_cpu("spec_decode.rejection_sampler:_gather_draft_sampled_kernel")
 def gather_draft_sampled_on_cpu(
     draft_sampled: Tensor, pos: Tensor, input_ids: Tensor, positions: Tensor, logits_indices: Tensor,
     expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, prefill_len: Tensor,
@@ -29,7 +29,7 @@ def gather_draft_sampled_on_cpu(
     draft_sampled.copy_(input_ids[logits_indices].masked_fill(is_placeholder, -1))
 
 
-@kernel_on_cpu("spec_decode.rejection_sampler:_flatten_sampled_kernel")
+@replaces_on_cpu("spec_decode.rejection_sampler:_flatten_sampled_kernel")
 def flatten_sampled_on_cpu(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
     """Lays out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
     row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), search_spans(0, num_sampled)

@@ -26,33 +26,26 @@ _OF_ALL = "inputs", "logits", "sampling"  # modules that every engine needs
 _MORE = {"drafts": ("draft_inputs", "ngram", "rejection"), "states": ("cached_states", "mamba")}  # by feature
 _V2 = "vllm.v1.worker.gpu."
 _has_triton = VLLMPatch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
-_kernels: dict[str, Function] = {}
-_functions: dict[str, Function] = {}
+_replacements: dict[str, Function] = {}  # by target
 _imported_by: dict[str, str] = {}
 
 
-def kernel_on_cpu(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
-    """Marks the replacement of a kernel, "module:name" within vLLM's V2 worker, or within another package.
+def replaces_on_cpu(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
+    """Marks the replacement of a kernel, function or method, "module:name" within vLLM's V2 worker or a package.
 
-    `imported_by` is a module of the V2 worker that imports the kernel by name.
+    The names of kernels, and only these, end with `_kernel`. `imported_by` is a module of the V2 worker that imports
+    the target by name.
     """
     if imported_by:
         _imported_by[package + target] = _V2 + imported_by
-    return lambda function: _kernels.setdefault(package + target, function)
-
-
-def replaces_on_cpu(target: str, imported_by: str = "", package: str = _V2) -> Callable[[Function], Function]:
-    """Marks the replacement of a function or method; arguments as for `kernel_on_cpu`."""
-    if imported_by:
-        _imported_by[package + target] = _V2 + imported_by
-    return lambda function: _functions.setdefault(package + target, function)
+    return lambda function: _replacements.setdefault(package + target, function)
 
 
 def replacements_on_cpu() -> dict[str, Function]:
     """All replacements, by target."""
     for name in chain(_OF_ALL, *_MORE.values()):
         importlib.import_module(f"vllm_trie.worker.cpu.{name}")
-    return _kernels | _functions
+    return _replacements
 
 
 def install_replacements_on_cpu(*more: str) -> None:
@@ -75,16 +68,14 @@ def install_replacements_on_cpu(*more: str) -> None:
 def _replace_by_module_on_cpu(own_module: str) -> None:
     """Applies the replacements of one of our modules."""
     importlib.import_module(own_module)
-    for target, function in _kernels.items():
+    for target, function in _replacements.items():
         if function.__module__ == own_module:
             module, name = target.split(":")
-            stock = getattr(importlib.import_module(module), name)
-            VLLMPatch(_imported_by.get(target, module), name).apply(Launch(stock, function))
-    for target, function in _functions.items():
-        if function.__module__ == own_module:
-            module, name = target.split(":")
+            replacement: object = function
+            if name.endswith("_kernel"):
+                replacement = Launch(getattr(importlib.import_module(module), name), function)
             owner, _, method = name.rpartition(".")
-            VLLMPatch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
+            VLLMPatch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(replacement)
 
 
 class Launch:

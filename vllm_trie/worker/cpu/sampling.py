@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_trie.worker.cpu.replace import Array, kernel_on_cpu
+from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
 
 HIGH_BITS = 0x9E3779B9  # the hash domain of the upper half of 64 bits
 
 
-@kernel_on_cpu("sample.gumbel:_gumbel_sample_kernel")
+@replaces_on_cpu("sample.gumbel:_gumbel_sample_kernel")
 def gumbel_sample_on_cpu(
     local_argmax: Array, local_max: Array, logits_cache: None, logits: Tensor, expanded_idx_mapping: Array,
     seeds: Array, pos: Array, temp: Array, use_fp64: bool,
@@ -92,19 +92,19 @@ def _rotated_tokens_on_cpu(vocab_size: int) -> Array:
     return (keys << np.uint32(13)) | (keys >> np.uint32(19))
 
 
-@kernel_on_cpu("sample.logprob:_topk_log_softmax_kernel")
+@replaces_on_cpu("sample.logprob:_topk_log_softmax_kernel")
 def topk_log_softmax_on_cpu(output: Tensor, logits: Tensor, topk_ids: Tensor) -> None:
     """The log-probabilities [N, K] of tokens [N, K]."""
     torch.gather(logits.float().log_softmax(-1), 1, topk_ids, out=output)
 
 
-@kernel_on_cpu("sample.logprob:_ranks_kernel")
+@replaces_on_cpu("sample.logprob:_ranks_kernel")
 def token_ranks_on_cpu(output: Tensor, logits: Tensor, token_ids: Tensor) -> None:
     """How many tokens are at least as likely as each of token_ids [N]."""
     torch.sum(logits >= logits.gather(1, token_ids[:, None].long()), dim=1, out=output)
 
 
-@kernel_on_cpu("sample.logprob:_fill_logprob_token_ids_kernel")
+@replaces_on_cpu("sample.logprob:_fill_logprob_token_ids_kernel")
 def fill_logprob_token_ids_on_cpu(
     out_token_ids: Tensor, out_valid_mask: Tensor, sampled_token_ids: Tensor, topk_indices: Tensor,
     expanded_idx_mapping: Tensor, num_per_req_token_ids: Tensor, per_req_token_ids: Tensor, num_topk: int,
@@ -120,7 +120,7 @@ def fill_logprob_token_ids_on_cpu(
     out_valid_mask[row, 1 + place] = True
 
 
-@kernel_on_cpu("metrics.logits:_num_nans_kernel")
+@replaces_on_cpu("metrics.logits:_num_nans_kernel")
 def num_nans_on_cpu(logits: Tensor, num_nans: Tensor) -> None:
     """How many logits of each row are NaN."""
     num_nans.copy_(logits.isnan().sum(-1))
