@@ -14,7 +14,7 @@ from vllm_trie.entrypoints.requests import requests
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.requests.request_data import RequestData
 from vllm_trie.entrypoints.requests.requests import (
-    _SENT,
+    _MARKS,
     _fit_request_lengths,
     refuse_request_marks,
     why_no_request_after,
@@ -54,7 +54,7 @@ def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
     assert (short.min_tokens, short.max_tokens) == (2, 9)
 
 
-@pytest.mark.parametrize("name", _SENT)
+@pytest.mark.parametrize("name", _MARKS)
 @pytest.mark.parametrize("forged", ["true", "1", '"x"', "{}", '["beam_width", "beam_width"]'])
 def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is reserved for the front end; leave it out"):

@@ -55,9 +55,8 @@ CALLER = "trie_beam_caller"  # key of a `Caller` in `extra_args`; clients of a s
 
 SINGLE_TOKENS = "trie_beam_single_tokens"  # key of a `Caller`, see `entrypoints.server.single_tokens`
 
-_MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # keys that only the front end may set in `extra_args`
-# Their types, which clients cannot send.
-_SENT = {TICKET: ForkTicketMessage, FORK: ForkTicketMessage, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
+# Keys that only the front end may set in `extra_args`, and their types, which clients cannot send.
+_MARKS = {TICKET: GroupTicketMessage, FORK: ForkTicketMessage, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # in `extra_args`
 
 
@@ -196,7 +195,7 @@ def refuse_request_marks(extra_args: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the key.
     """
-    for name, kind in _SENT.items():
+    for name, kind in _MARKS.items():
         if name in extra_args and not isinstance(extra_args[name], kind):
             raise ValueError(f"{name} is reserved for the front end; leave it out")
 
@@ -207,7 +206,7 @@ def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config:
     Raises:
         ValueError: names the key, its value and what would work.
     """
-    known = OPTIONS.keys() | _MARKS | _READ_BY_VLLM
+    known = OPTIONS.keys() | _MARKS.keys() | _READ_BY_VLLM
     for name, value in extra_args.items():
         if name in SamplingParams.__struct_fields__:
             raise ValueError(
