@@ -28,6 +28,7 @@ from vllm_trie.engine.catalog_exclusion import (
 from vllm_trie.messages import CatalogChanges, GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemConstraint
+from vllm_trie.search.stopping import NO_TOKEN
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from vllm_trie.search.unique_pools import ItemsOf
     from vllm_trie.trie.hypotheses import HypothesisTrie
 
-NO_TOKEN = -1
 MOST_IDLE = 32  # sets of requests that workers keep although no running search uses them
 NO_LISTS: Mapping[str, str] = {}
 

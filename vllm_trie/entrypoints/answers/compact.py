@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -56,8 +57,14 @@ def hypotheses(output: RequestOutput) -> Hypotheses:
         raise ValueError(f"request {output.request_id} returned no hypotheses as arrays: {why}")
     tokens = answer["token_ids"]
     lengths = np.array([len(of_one) for of_one in tokens], np.int64)
-    token_ids = np.full((len(tokens), lengths.max(initial=0)), NO_TOKEN, np.int32)
-    token_ids[np.arange(token_ids.shape[1]) < lengths[:, None]] = [*chain.from_iterable(tokens)]
+    token_ids = padded_answer_tokens([*chain.from_iterable(tokens)], lengths)
     sums, scores = (np.array(answer[name], np.float64) for name in ("cumulative_logprobs", "scores"))
     items = np.array(answer["item_ids"], np.int64) if "item_ids" in answer else None
     return Hypotheses(token_ids, lengths, sums, scores, answer["finish_reasons"], items)
+
+
+def padded_answer_tokens(token_ids: Sequence[int], lengths: np.ndarray) -> np.ndarray:
+    """[n, L] int32, padded with `NO_TOKEN`, from the concatenated tokens of n hypotheses and their lengths [n]."""
+    tokens = np.full((len(lengths), lengths.max(initial=0)), NO_TOKEN, np.int32)
+    tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = token_ids
+    return tokens

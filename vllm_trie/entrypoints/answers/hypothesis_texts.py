@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import decoders
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
-NO_TOKEN = -1
+from vllm_trie.entrypoints.answers.compact import padded_answer_tokens
 
 
 class _Decoded(NamedTuple):
@@ -92,8 +92,7 @@ def num_shared_text_tokens(token_ids: Sequence[int], lengths: Sequence[int]) -> 
     width = max(lengths, default=0)
     if width == 0:
         return len(lengths) * [0]
-    tokens = np.full((len(lengths), width), NO_TOKEN, np.int32)
-    tokens[np.arange(width) < np.array(lengths)[:, None]] = token_ids
+    tokens = padded_answer_tokens(token_ids, np.array(lengths))
     order = tokens.view(f"V{tokens.itemsize * width}").ravel().argsort()  # common prefixes become adjacent
     in_order = tokens[order]
     with_next = (in_order[1:] != in_order[:-1]).argmax(axis=1)
