@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from tests.support.steps import steps_of
 from vllm_trie.engine.answer_prefix import AnswerChangedError, EngineAnswerPart
+from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.messages import GroupTicketMessage
@@ -61,7 +62,8 @@ def group_of(options: dict[str, Any], fields: dict[str, Any], streams: bool) -> 
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     params = SamplingParams(stop_token_ids=[EOS], output_kind=kind, **fields)
     request = Request("g", [5, 6, 7], params, None)
-    return new_group(request, BeamParams(**options), GroupTicketMessage(1, EOS), 512, False)
+    beam = BeamParams(**options)
+    return new_group(request, beam, GroupTicketMessage(1, EOS), 512, False, NoGroupCatalog(beam))
 
 
 def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
@@ -253,4 +255,5 @@ def test_a_search_streams_if_it_has_one_answer_and_that_is_asked_for_in_parts(
 ) -> None:
     request = Request("g", [5], SamplingParams(max_tokens=4, output_kind=kind), None)
     beam = BeamParams(beam_width=3, compact=compact, semantics="hf")
-    assert (new_group(request, beam, GroupTicketMessage(n, EOS), 512, False).stream is not None) == streams
+    group = new_group(request, beam, GroupTicketMessage(n, EOS), 512, False, NoGroupCatalog(beam))
+    assert (group.stream is not None) == streams

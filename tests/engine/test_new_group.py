@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from tests.engine.test_answer_stream import next_step
 from tests.search.test_many_stop_tokens import Many
+from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import GroupHypotheses
 from vllm_trie.engine.new_group import new_group
@@ -44,7 +45,8 @@ def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=3, **fields)
     params.update_from_generation_config({"eos_token_id": [EOS, OTHER_EOS]}, EOS)
     ticket = GroupTicketMessage(4, EOS)
-    return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
+    beam = BeamParams(beam_width=4, **options)
+    return new_group(Request("g", [5, 5], params, None), beam, ticket, 512, False, NoGroupCatalog(beam))
 
 
 def rules_ahead(group: BeamGroup, ahead: int) -> SearchRules:
@@ -118,6 +120,7 @@ def test_what_a_model_rules_is_in_the_order_of_transformers_and_sees_the_prompt(
     params, beam = SamplingParams(max_tokens=MAX_TOKENS), BeamParams(beam_width=4, no_repeat_ngram_size=2)
     for after_task, at_first in (([], (8,)), ([21], ()), ([21, 5], ())):
         prompt = [25, 5, task, *after_task]
-        search = new_group(Request("g", prompt, params, None), beam, ticket, 512, False).plan.search
+        request = Request("g", prompt, params, None)
+        search = new_group(request, beam, ticket, 512, False, NoGroupCatalog(beam)).plan.search
         timestamps = TimestampConstraint.after(prompt, eos, no_timestamps, 50)
         assert search.constraints == (NGramConstraint(2), SuppressionConstraint((7,), at_first), timestamps)

@@ -11,7 +11,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from vllm_trie.compat.versions import own_vllm_beams
-from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.grammar import group_grammar_of
 from vllm_trie.engine.group import BeamGroup, GroupPlan
 from vllm_trie.messages import GroupTicketMessage
@@ -39,6 +38,7 @@ from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.token_tables import SearchTokenIds
 
 if TYPE_CHECKING:
+    from vllm_trie.engine.catalogs import NoGroupCatalog
     from vllm_trie.search.unique_pools import ItemsOf
 
 
@@ -48,7 +48,7 @@ def new_group(
     ticket: GroupTicketMessage,
     max_model_len: int,
     has_logits_processors: bool,
-    catalog: NoGroupCatalog | None = None,
+    catalog: NoGroupCatalog,
 ) -> BeamGroup:
     """The search that a request asks for.
 
@@ -57,9 +57,9 @@ def new_group(
         params: Its beam options.
         max_model_len: Tokens of the longest hypothesis, its prompt included.
         has_logits_processors: The engine has custom logits processors.
-        catalog: The catalog that the search uses, if any.
+        catalog: The catalog that the search uses.
     """
-    sampling, catalog = request.sampling_params, catalog or NoGroupCatalog(params)
+    sampling = request.sampling_params
     assert sampling is not None
     prompt_length = request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
