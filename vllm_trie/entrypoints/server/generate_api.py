@@ -9,12 +9,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_server_request
-from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
+from vllm_trie.entrypoints.server.streams import begun_stream
 from vllm_trie.options import options_ask_for_beams
 from vllm_trie.options.shown import shown_option
 from vllm_trie.supported_engines import has_beams
@@ -35,7 +34,4 @@ async def serve_generate_endpoint(
     if options.get("unit") != "step":
         mark_as_server_request(request.sampling_params)
     response = await original(self, request, *args, **kwargs)
-    if not isinstance(response, AsyncGenerator):
-        return response
-    first = await first_stream_event(response)
-    return first if isinstance(first, ErrorResponse) else chained_stream([first], response)
+    return await begun_stream(response) if isinstance(response, AsyncGenerator) else response

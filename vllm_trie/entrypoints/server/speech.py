@@ -9,13 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 from vllm.logprobs import Logprob
 
 from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.server.server import SpeechRequest
-from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
+from vllm_trie.entrypoints.server.streams import begun_stream
 from vllm_trie.options.request import options_ask_for_beams
 
 MARKS = ["<|startofprev|>", "<|0.00|>"]  # the texts of the fields of `SpeechMarks`
@@ -69,8 +68,7 @@ async def create_speech_response(
     events = await original(**call)
     if not isinstance(events, AsyncGenerator) or not speech_asks_for_beams(call["request"]):
         return events
-    first = await first_stream_event(events)
-    return first if isinstance(first, ErrorResponse) else chained_stream([first], events)
+    return await begun_stream(events)
 
 
 def speech_marks(serving: SpeechToTextBaseServing) -> SpeechMarks | None:

@@ -156,6 +156,12 @@ async def first_stream_event(events: AsyncGenerator[str, None]) -> str | ErrorRe
     return ErrorResponse.model_validate(event)
 
 
+async def begun_stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None] | ErrorResponse:
+    """A stream whose first event is there, or the error that this is."""
+    first = await first_stream_event(events)
+    return first if isinstance(first, ErrorResponse) else chained_stream([first], events)
+
+
 async def _stream_with_every_end(
     first: str, events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
