@@ -16,7 +16,13 @@ from vllm_trie.search.filters import (
     pruned_search_logprobs,
 )
 from vllm_trie.search.parts import in_search_parts
-from vllm_trie.search.rank import SearchCandidates, SearchRankingLimits, pick_search_candidates, rank_search_candidates
+from vllm_trie.search.rank import (
+    SearchCandidates,
+    SearchRankingLimits,
+    pick_search_candidates,
+    rank_search_candidates,
+    search_candidates_in_order,
+)
 from vllm_trie.search.rules import (
     SearchDecision,
     SearchInputs,
@@ -140,8 +146,11 @@ class BestStrategy(_BestStrategy, SearchStrategy):
         if num_stops <= FEW_STOPS and not leaves_one_out:
             return rank_search_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
         if not as_vllm:
-            rank_search_ends_apart = search_part_on_demand("rank_apart:rank_search_ends_apart")
-            return rank_search_ends_apart(allowed, scores, (count - rules.width, rules.width), stops)
+            apart = []  # what goes on and what ends, so that the cost does not depend on the number of stop tokens
+            for most, ends in ((count - rules.width, False), (rules.width, True)):
+                among = SearchRankingLimits(stops.biases(allowed.shape[-1], allowed.device, ends=ends))
+                apart.append(rank_search_candidates(allowed, scores, most, among))
+            return search_candidates_in_order(SearchCandidates.join(apart), allowed.shape[-1])
         others = stops.biases(allowed.shape[-1], allowed.device, ends=False)
         if factor is not None:
             others[factor[0] : factor[0] + 1] = NEVER
