@@ -66,16 +66,11 @@ def filtered_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters, mos
     if not filters.leave_out(logprobs.shape[-1]):
         return logprobs
     rows = logprobs.reshape(1, -1, logprobs.shape[-1])
-    (allowed,) = in_search_parts(rows.shape, lambda part: (_apply_search_filters(part, filters, most, part),), rows)
+    (allowed,) = in_search_parts(rows.shape, lambda part: (filter_search_logprobs(part, filters, most, part),), rows)
     return allowed.view_as(logprobs)
 
 
-def filter_search_logprobs(logprobs: torch.Tensor, filters: SearchFilters) -> torch.Tensor:
-    """`filtered_search_logprobs` in place; returns `logprobs`."""
-    return _apply_search_filters(logprobs, filters)
-
-
-def _apply_search_filters(
+def filter_search_logprobs(
     logprobs: torch.Tensor, filters: SearchFilters, most: int | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`filtered_search_logprobs`, in place except for `kept`, log-probabilities that must not change."""
