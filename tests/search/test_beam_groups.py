@@ -28,7 +28,7 @@ STOPS = (1, 4)
 
 def completing(first: int) -> StopStringConstraint:
     """Some continuations of slots, which are counted from `first` on, complete a stop string."""
-    return StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 4 == 0).of_rows(first)
+    return StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 4 == 0, torch.zeros(0)).of_rows(first)
 
 
 def continued(step: SearchStepResult[np.ndarray], first: int) -> list[list[tuple[int, int, float]]]:

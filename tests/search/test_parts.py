@@ -114,7 +114,7 @@ def test_stop_strings_are_looked_for_among_all(monkeypatch: pytest.MonkeyPatch) 
     logits, found = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)), []
     for of_part in (parts.CELLS, VOCAB_SIZE):
         monkeypatch.setattr(parts, "CELLS", of_part)
-        completes = StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 5 != 0)
+        completes = StopStringConstraint(lambda parents, tokens, _: (parents + tokens) % 5 != 0, torch.zeros(0))
         found.append(
             take_packed_search_step(
                 rules, logits, SearchBeams(torch.zeros(1, NUM_ROWS)), SearchInputs(completes=completes)

@@ -112,7 +112,7 @@ def check(case: Case) -> None:
     for allowed in (True, False):
         with shortcuts(allowed):
             are_judged = completing is not None and not case.rules.stops.are_barred
-            inputs = SearchInputs(completes=StopStringConstraint(judge) if are_judged else None)
+            inputs = SearchInputs(completes=StopStringConstraint(judge, torch.zeros(0)) if are_judged else None)
             steps = steps_of(case.rules, case.logits, case.scores, inputs=inputs)
         for group, step in enumerate(steps):
             expected = decide(case, group)

@@ -16,7 +16,7 @@ from vllm_trie.search.token_tables import CPU, MOST_TOKENS, search_token_classes
 GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
 
 # From parents and tokens [G, K], and what was copied with them: which complete a stop string, [G, K].
-Judge = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
+Judge = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 class StopStringConstraint:
@@ -28,7 +28,7 @@ class StopStringConstraint:
         first: The row from which the parents of candidates are counted.
     """
 
-    def __init__(self, judge: Judge, judge_inputs: torch.Tensor | None = None, first: int = 0) -> None:
+    def __init__(self, judge: Judge, judge_inputs: torch.Tensor, first: int = 0) -> None:
         self._judge, self._judge_inputs, self._first = judge, judge_inputs, first
         self._copied: np.ndarray | None = None
         self.num_going_on = 0  # non-ending candidates of the group that has fewest, at the last call of `end`
@@ -39,24 +39,23 @@ class StopStringConstraint:
 
     def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
         """bool [G, K], which candidates complete a stop string or are stop tokens, by `is_stop`, bool [V]."""
-        parents, tokens = self._on_host(candidates)
-        ends = is_stop[tokens] | self._judge(parents + self._first, tokens, self._copied)
+        parents, tokens, copied = self._on_host(candidates)
+        ends = is_stop[tokens] | self._judge(parents + self._first, tokens, copied)
         self.num_going_on = int((~ends).sum(axis=1).min(initial=ends.shape[1]))
         return uploaded_for_search(ends, candidates.tokens.device)
 
-    def _on_host(self, candidates: SearchCandidates[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _on_host(self, candidates: SearchCandidates[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         parents, tokens, _ = candidates
         if is_searched_on_host(tokens.device):
-            self._copied = None if self._judge_inputs is None else self._judge_inputs.numpy()
-            return parents.numpy(), tokens.numpy()
+            return parents.numpy(), tokens.numpy(), self._judge_inputs.numpy()
         words = torch.stack([parents, tokens]).int().flatten()
-        if self._judge_inputs is not None and self._copied is None:
+        if self._copied is None:
             together = torch.cat([words, self._judge_inputs.flatten()]).cpu().numpy()
             self._copied = together[len(words) :].reshape(self._judge_inputs.shape)
         else:
             together = words.cpu().numpy()
         both = together[: len(words)].reshape(2, *tokens.shape)
-        return both[0], both[1]
+        return both[0], both[1], self._copied
 
 
 class _StopConstraints(NamedTuple):

@@ -270,8 +270,7 @@ class Selector:
         tokens, at, starts = self.rows.generated(groups, num_tokens)
         num_generated = num_tokens - np.array([len(group.prompt) for group in groups])
 
-        def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
-            assert histories is not None
+        def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray) -> np.ndarray:
             result = strings.may_complete(candidates)
             for group, rank in np.argwhere(result).tolist():
                 prompt, beam = groups[group].request.prompt_token_ids or [], int(parents[group, rank])
