@@ -167,15 +167,11 @@ class SearchCopyToHost:
         return self._on_host.numpy()
 
 
-def uploaded_once_for_search(
-    array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64
-) -> torch.Tensor:
-    """A tensor of integers that recur, uploaded the first time. Read-only."""
-    return _uploaded_once_for_search(array.astype(dtype).tobytes(), array.shape, dtype, device)
+def uploaded_once_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor int64 of integers that recur, uploaded the first time. Read-only."""
+    return _uploaded_once_for_search(array.astype(np.int64).tobytes(), array.shape, device)
 
 
 @cached_search_tensors(256)
-def _uploaded_once_for_search(
-    content: bytes, shape: tuple[int, ...], dtype: type[np.integer[Any]], device: torch.device
-) -> torch.Tensor:
-    return uploaded_for_search(np.frombuffer(content, dtype).reshape(shape).copy(), device)
+def _uploaded_once_for_search(content: bytes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return uploaded_for_search(np.frombuffer(content, np.int64).reshape(shape).copy(), device)
