@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def finite_numbers(
-    values: Iterable[Any], count: int, who: str, each: str, error: type[ValueError] = ValueError
-) -> list[float]:
+def finite_numbers(values: Iterable[Any], count: int, who: str, each: str, error: type[ValueError]) -> list[float]:
     """Convert `values` to `count` finite numbers.
 
     Args:

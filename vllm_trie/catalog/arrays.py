@@ -22,7 +22,7 @@ class CatalogArrays(NamedTuple):
     is_item: np.ndarray  # [nodes] bool
 
 
-def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterable[int]] = iter) -> CatalogArrays:
+def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterable[int]]) -> CatalogArrays:
     """The trie of some items. Of items with the same tokens the id of the first is kept.
 
     A level is one sort by (node of the level above, token), over the items that are long enough.

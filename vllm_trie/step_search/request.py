@@ -45,7 +45,7 @@ class StepRequest:
     reader: StepReader
     scorer: Scorer
     search: StepSearch
-    forks: bool = True
+    forks: bool
 
     def __post_init__(self) -> None:
         self.own_id = f"steps-{random_uuid()}"  # prefix of the ids of its candidates

@@ -45,7 +45,7 @@ def attention_takes_trees(runner: GPUModelRunner) -> bool:
     return not stock
 
 
-def attention_by_token(runner: GPUModelRunner, token_states: TokenStates | None = None) -> list[list[ByToken]]:
+def attention_by_token(runner: GPUModelRunner, token_states: TokenStates | None) -> list[list[ByToken]]:
     """By KV cache group, the KV caches token by token, if all its layers take trees; otherwise nothing.
 
     Args:

@@ -63,7 +63,7 @@ class RowBeams:
         num_tokens: np.ndarray,
         masks: Sequence[torch.Tensor],
         vocab_size: int,
-        amateur: torch.Tensor | None = None,
+        amateur: torch.Tensor | None,
     ) -> SearchBeams:
         """What the rows of groups with these rules, which have constraints, carry before they select.
 
