@@ -219,7 +219,7 @@ class EngineCatalogs(CatalogStore):
     """
 
     def __init__(self, paths: Mapping[str, str], room: int, lists: Mapping[str, str] = NO_LISTS) -> None:
-        self._room = room
+        self.room = room
         self.lists = {name: read_item_list(path) for name, path in lists.items()}  # ids, ascending
         self._held = set[str]()  # digests of what workers hold
         self._sets = dict[str, None]()  # those of them that came with requests, the most recently needed last
@@ -286,14 +286,9 @@ class EngineCatalogs(CatalogStore):
         self._users[digest] -= 1
         self.drop_unused(digest)
 
-    @property
-    def room(self) -> int:
-        """Bytes on each device for tables of requests."""
-        return self._room
-
     def has_room(self, brought: Mapping[Hashable, int]) -> bool:
         """Whether these tables of requests, sizes in bytes by key, fit on a device together."""
-        return self._num_bytes(brought) <= self._room
+        return self._num_bytes(brought) <= self.room
 
     def load(self, brought: Mapping[Hashable, int]) -> None:
         """Let workers load the sets of running searches with the next step, in place of idle ones if necessary."""
@@ -302,7 +297,7 @@ class EngineCatalogs(CatalogStore):
             if digest in self._sets or digest not in self._held:
                 self._sets.pop(digest, None)
                 self._sets[digest] = None
-        spare, num_idle = self._room - self._num_bytes(brought), 0
+        spare, num_idle = self.room - self._num_bytes(brought), 0
         for digest in [digest for digest in reversed(self._sets) if digest not in brought]:
             num_bytes = self.by_digest[digest].num_bytes_on_device
             if num_bytes > spare or num_idle == MOST_IDLE:
@@ -355,7 +350,7 @@ class EngineCatalogs(CatalogStore):
         assert {key for key in brought if isinstance(key, str)} <= self._held, "a search runs without its set"
         assert self._sets.keys() <= self._held <= self.by_digest.keys()
         idle: dict[Hashable, int] = {digest: self.by_digest[digest].num_bytes_on_device for digest in self._sets}
-        assert self._num_bytes({**idle, **brought}) <= self._room, "what requests bring takes more than its room"
+        assert self._num_bytes({**idle, **brought}) <= self.room, "what requests bring takes more than its room"
 
     def _num_bytes(self, brought: Mapping[Hashable, int]) -> int:
         """Their bytes, without those of catalogs that workers hold for a name."""
