@@ -210,13 +210,11 @@ class HfSearchPool(SearchHypothesisPool):
         return (sums.astype(np.float32) / np.float32(length**self.length_penalty)).astype(np.float64)
 
     def is_done(self, best_running: float, length: int) -> bool:
-        if not self.is_full:
-            return False
-        if self.early_stopping is True:
-            return True
         if self.early_stopping == "never":
-            return self.bound(best_running, length) <= self.worst
-        return self.score(best_running, length, NO_TOKEN) <= self.worst
+            return super().is_done(best_running, length)
+        return self.is_full and (
+            self.early_stopping is True or self.score(best_running, length, NO_TOKEN) <= self.worst
+        )
 
 
 class TridecodeSearchPool(SearchHypothesisPool):
