@@ -23,10 +23,10 @@ from vllm.sampling_params import SamplingParams
 from vllm_trie.batch.files import JobError, JobPrompt
 from vllm_trie.batch.options import Job
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.answers.compact import answer_of_search
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, request_limits_of_engine, validate_request
 from vllm_trie.entrypoints.requests.requests import search_of_request
 from vllm_trie.messages import NO_HYPOTHESIS
-from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.reranking.metrics import rerank_metric_of
 
 CARRIED = ("VLLM_", "HF_")  # prefixes of environment variables that engines on other nodes also need
@@ -79,7 +79,7 @@ class BatchSearcher:
         if best.finish_reason == "error":
             return {"hypotheses": [], "error": best.stop_reason}
         found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
-        answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+        answer = answer_of_search(output)
         hypotheses = [
             {
                 "text": hypothesis.text,

@@ -17,6 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.answers.compact import answer_of_search
 from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.requests.limits import check_request_n
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
@@ -135,15 +136,14 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
     found = [*(pool[place] for place in best), *others][: asked.n]
     _return_reranked(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
     answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
-    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
-    own = {**of_search, **answer, "num_judged": ranking.num_judged}
+    own = {**answer_of_search(output), **answer, "num_judged": ranking.num_judged}
     output.kv_transfer_params = {**(output.kv_transfer_params or {}), PLUGIN_NAME: own}
 
 
 def _return_reranked(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
     """Return these outputs, and the `beam_results` at these places of the pool."""
     output.outputs = found
-    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    of_search = answer_of_search(output)
     if (results := of_search.get(BEAM_RESULTS)) is not None:
         of_search[BEAM_RESULTS] = [results[place] for place in places if place < len(results)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def hypotheses(output: RequestOutput) -> Hypotheses:
     Raises:
         ValueError: the request did not have `compact=True`, or failed.
     """
-    answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    answer = answer_of_search(output)
     if "token_ids" not in answer:
         (first, *_) = output.outputs
         why = first.stop_reason if first.finish_reason == "error" else "it did not ask for them; pass compact=True"
@@ -61,6 +61,11 @@ def hypotheses(output: RequestOutput) -> Hypotheses:
     sums, scores = (np.array(answer[name], np.float64) for name in ("cumulative_logprobs", "scores"))
     items = np.array(answer["item_ids"], np.int64) if "item_ids" in answer else None
     return Hypotheses(token_ids, lengths, sums, scores, answer["finish_reasons"], items)
+
+
+def answer_of_search(output: RequestOutput) -> dict[str, Any]:
+    """What a search adds to vLLM's output, by name."""
+    return (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
 
 
 def padded_answer_tokens(token_ids: Sequence[int], lengths: np.ndarray) -> np.ndarray:
