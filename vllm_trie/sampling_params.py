@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ def sampling_params_have_grammar(params: SamplingParams) -> bool:
     return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
 
 
-def sampling_params_matrix_fields(params: SamplingParams) -> dict[str, Any]:
+def _sampling_params_matrix_fields(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from their defaults, of those that clash with some option."""
     fields = dict[str, Any]()
     for name, default in _sampling_params_defaults().items():
@@ -67,14 +66,18 @@ def _sampling_params_defaults() -> dict[str, Any]:
     return {name: getattr(plain, name) for name in sorted(FIELDS - OPTIONS.keys())}
 
 
-def refuse_sampling_params(fields: Mapping[str, Any], beam: SearchParams, feature: str = "beam_width") -> None:
+def refuse_sampling_params(params: SamplingParams, beam: SearchParams, feature: str = "beam_width") -> dict[str, Any]:
     """Refuse fields of `SamplingParams` that clash with options of this search.
 
     Args:
-        fields: `sampling_params_matrix_fields` of the request.
         feature: The user's name for the search.
+
+    Returns:
+        The fields that differ from their defaults, of those that clash with some option.
 
     Raises:
         ValueError: names the field, its value and what would work.
     """
+    fields = _sampling_params_matrix_fields(params)
     refuse_options({**fields, **beam.params(), "beam_width": feature})
+    return fields

@@ -27,7 +27,7 @@ from vllm_trie.options.parts import Reranking as RerankingOptions
 from vllm_trie.options.shown import shortened_option_refusal, shown_option
 from vllm_trie.reranking.metrics import HypothesisPair, Metric, rerank_metric_of
 from vllm_trie.reranking.minimum_bayes_risk import Pairs, rank_by_risk
-from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
+from vllm_trie.sampling_params import refuse_sampling_params
 
 logger = init_logger("vllm.trie_beam.reranking")
 
@@ -94,7 +94,7 @@ def _checked_rerank_request(request_id: str, params: SamplingParams, engine: LLM
     beam = parse_options(params.extra_args)
     if not isinstance(beam, BeamParams):
         raise ValueError(f"rerank={shown_option((params.extra_args or {})['rerank'])} needs beams; add beam_width")
-    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
+    refuse_sampling_params(params, beam)
     check_request_n(params.n, beam)
     if (tokenizer := engine.renderer.tokenizer) is None:
         raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")

@@ -14,7 +14,7 @@ from vllm_trie.entrypoints.requests.limits import check_request_stops, check_req
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_texts
 from vllm_trie.entrypoints.requests.requests import refuse_request_marks, refuse_unknown_request_arguments
 from vllm_trie.options import StepOptions, parse_options
-from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
+from vllm_trie.sampling_params import refuse_sampling_params
 from vllm_trie.step_search.request import StepRequest
 from vllm_trie.step_search.rules import StepRules
 from vllm_trie.step_search.sampled_steps import StepReader
@@ -51,7 +51,7 @@ def open_step_request(
     refuse_request_marks(params.extra_args or {})
     refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
     refuse_request_half_texts(params)
-    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
+    refuse_sampling_params(params, beam)
     check_request_widths(params.n, beam, request_limits_of_engine(vllm_config))
     check_request_stops(params)
     if engine.renderer.tokenizer is None:

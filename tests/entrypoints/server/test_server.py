@@ -24,7 +24,7 @@ from vllm_trie.entrypoints.server import streams, use_beam_search
 from vllm_trie.entrypoints.server.server import is_server_request, num_server_prompts
 from vllm_trie.options import parse_options
 from vllm_trie.options.shown import MOST_QUOTED
-from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
+from vllm_trie.sampling_params import refuse_sampling_params
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_no_field_that_vllm_derives_is_refused(kind: type, asked: dict[str, Any]
     params = kind(**asked, **beams(4)).to_sampling_params(8, {})
     beam = parse_options(params.extra_args)
     assert beam is not None
-    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
+    refuse_sampling_params(params, beam)
     assert params.prompt_logprobs is None
     assert not params.skip_reading_prefix_cache
 

@@ -12,7 +12,7 @@ from vllm_trie.entrypoints.requests.limits import check_request_n
 from vllm_trie.options.request import OPTIONS, options_of_search, refuse_other_option_names
 from vllm_trie.options.shown import shown_option, shown_option_name
 from vllm_trie.options.table import cure_for_option, did_you_mean_option, option_meant_by
-from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
+from vllm_trie.sampling_params import refuse_sampling_params
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     except TypeError:
         _refuse_wrong_request_type(options)
         raise
-    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
+    refuse_sampling_params(params, beam)
     return params
 
 

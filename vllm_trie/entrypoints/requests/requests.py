@@ -32,7 +32,6 @@ from vllm_trie.options.table import cure_for_option
 from vllm_trie.sampling_params import (
     refuse_sampling_params,
     sampling_params_have_grammar,
-    sampling_params_matrix_fields,
     sampling_params_stops,
 )
 from vllm_trie.speculative_config import speculative_config_drafts, speculative_config_without_amateur
@@ -183,8 +182,7 @@ def search_of_request(params: SamplingParams, vllm_config: VllmConfig) -> BeamPa
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
     refuse_request_half_texts(params)
-    fields = sampling_params_matrix_fields(params)
-    refuse_sampling_params(fields, beam, caller.feature)  # before the engine's defaults apply
+    fields = refuse_sampling_params(params, beam, caller.feature)  # before the engine's defaults apply
     check_contrast_option(beam.contrast, speculative_config_without_amateur(vllm_config))
     return resolve_options(beam, plugin_config_of(vllm_config), speculative_config_drafts(vllm_config), fields)
 
