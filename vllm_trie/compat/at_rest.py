@@ -1,4 +1,6 @@
-"""Lets subclasses of vLLM's scheduler and KV cache manager cost nothing while an engine has no beams.
+"""Lets subclasses of vLLM's scheduler, KV cache manager, runner and attention metadata builders cost nothing at rest.
+
+They rest while an engine has no beams, attention metadata builders while no rows share blocks.
 
 An override that only checks for beams and calls vLLM's method costs a call, for some methods per request. So while
 there are no beams, an object has a different class, in which these methods are vLLM's.

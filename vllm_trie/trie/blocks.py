@@ -140,8 +140,8 @@ class BlockTrie:
     def fork(self, parents: np.ndarray, num_tokens: int | None = None) -> None:
         """Let every row d continue the history of row `parents[d]`, and count the tails that are copied for it.
 
-        A row that is a parent must be its own parent (`assign_slots` ensures it), so copies only read from surviving
-        rows and write to dead ones.
+        A row that is a parent must be its own parent (`choose_next_search_beams` ensures it), so copies only read from
+        surviving rows and write to dead ones.
 
         Args:
             parents: [rows].

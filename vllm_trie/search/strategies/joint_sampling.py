@@ -1,7 +1,7 @@
 """Beam sampling: the next beams are sampled from one joint distribution over all continuations of all beams.
 
 Source: DSBD paper. Plain steps sample by this strategy; forests sample drafts from the same distribution, verify them
-against it (`rejection`), then continue by `take_strategy_cells`.
+against it (`speculation.search.rejection`), then continue by `take_strategy_cells`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Nothing here waits for the device, and no result depends on scheduling: no float
 tensor parallelism agree. Triton recompiles a kernel where the alignment of an argument changes; tensors that are parts
 of packed ones, whose alignment changes with the batch, are excluded from this specialization.
 
-Each module ends with `warm_up_kernels`, which launches all its kernels in all variants that serving can launch;
-`worker.startup.warm_up` calls it.
+`warm_up_kernels` of a module launches its kernels, and those that these need of other modules, in all variants that
+serving can launch; `worker.startup.warm_up` calls it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KernelStepSizes(NamedTuple):
 
 
 class TakeStep(Protocol):
-    """Takes a step of groups with equal rules, as `search.step.take_search_step` does."""
+    """Takes a step of groups with equal rules, as `search.step.take_packed_search_step` does."""
 
     def __call__(
         self, logits: KernelLogits, beams: SearchBeams, places: torch.Tensor, sampled: torch.Tensor
