@@ -53,15 +53,6 @@ class Scoring(NamedTuple):
     sinks: torch.Tensor | None = None  # [heads], scores that take part in the softmax without values
 
 
-class Layer(NamedTuple):
-    """A layer whose attention trie_beam's kernels compute."""
-
-    scoring: Scoring
-    kv_cache: torch.Tensor
-    table: torch.Tensor  # [rows, blocks] int32
-    heads: tuple[int, int]  # query heads, and KV heads
-
-
 class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
     """An attention metadata builder for layers that can share reads. It rests while no rows share anything."""
 

@@ -9,7 +9,7 @@ No autotuning and no atomics: ranks that compute the same get the same results.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from vllm_trie.search import search_spans
 from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import (
     WORD,
-    Layer,
     Scoring,
     SharedAttentionTokens,
     device_first_attention_keys,
@@ -319,14 +318,23 @@ def _attend_to_own_kernel(
     tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)
 
 
-def warm_up_attention(layers: Iterable[Layer], has_trees: bool) -> None:
+class AttentionLayer(NamedTuple):
+    """A layer whose attention trie_beam's kernels compute."""
+
+    scoring: Scoring
+    kv_cache: torch.Tensor
+    table: torch.Tensor  # [rows, blocks] int32
+    heads: tuple[int, int]  # query heads, and KV heads
+
+
+def warm_up_attention(layers: Iterable[AttentionLayer], has_trees: bool) -> None:
     """Runs each layer's attention for one token and, where it may compute trees, for a tree of one."""
     for layer in layers:
         for has_tree in (False, True) if has_trees else (False,):
             _attend_once_to_warm_up(layer, has_tree)
 
 
-def _attend_once_to_warm_up(layer: Layer, has_tree: bool) -> None:
+def _attend_once_to_warm_up(layer: AttentionLayer, has_tree: bool) -> None:
     none, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     tree_starts = none if has_tree else one
     shared = SharedAttentionTokens(

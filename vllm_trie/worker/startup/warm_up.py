@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm_trie.speculative_config import config_has_memory_mode
 from vllm_trie.supported_engines import most_plugin_beams, plugin_config_of
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Layer
 from vllm_trie.worker.attention.tree_layers import attention_builder_takes_trees, attention_layers_of
+from vllm_trie.worker.attention.triton_kernels import AttentionLayer
 from vllm_trie.worker.kernels import KernelVariants, beams, controls, in_groups, ordinary_rows, slots, step
 from vllm_trie.worker.kernels.compiling import compile_kernels_together
 from vllm_trie.worker.kv import copies
@@ -79,7 +79,7 @@ def _logits_at_startup(runner: Any) -> Iterator[torch.Tensor]:
             yield torch.empty_like(own, dtype=torch.float32)  # as vLLM's sampler makes them
 
 
-def _layers_at_startup(runner: Any) -> Iterator[Layer]:
+def _layers_at_startup(runner: Any) -> Iterator[AttentionLayer]:
     """Layers of the target and of its draft model whose attention Triton kernels may compute."""
     tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
     for table, attn_groups in zip(tables, attention_layers_of(runner), strict=True):
@@ -88,4 +88,4 @@ def _layers_at_startup(runner: Any) -> Iterator[Layer]:
                 builder: Any = attn_group.get_metadata_builder(0)
                 heads = builder.num_heads_q, builder.num_heads_kv
                 for layer in (layers[name] for name in attn_group.layer_names):
-                    yield Layer(layer.impl.scoring, layer.kv_cache, table, heads)
+                    yield AttentionLayer(layer.impl.scoring, layer.kv_cache, table, heads)
