@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -121,7 +121,8 @@ def serving(
         os.killpg(process.pid, signal.SIGKILL)
         raise
     finally:
-        process.send_signal(signal.SIGINT)
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
         try:
             process.wait(END_SECONDS)
         finally:

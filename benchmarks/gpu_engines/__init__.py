@@ -3,4 +3,5 @@
 import os
 
 # Before vLLM and transformers are imported: they ask for nothing on a network, and report nothing.
-os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
+for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
+    os.environ.setdefault(name, "1")

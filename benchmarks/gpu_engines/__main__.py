@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from benchmarks.gpu_engines import by_sglang, offline, pair, published, served
 from benchmarks.gpu_tables import tell, write
 
 NOT_PRINTED = ("case", *published.COLUMNS)  # columns; a row begins with the name of its case
+MOST_NAME = 100  # characters
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}  # engines print thousands of lines otherwise
 
 
@@ -80,8 +82,9 @@ def _begins(name: str, word: str) -> bool:
 
 
 def slug(words: Sequence[str]) -> str:
-    """Words as a part of a file's name."""
-    return re.sub(r"[^\w.]+", "-", "_".join(words))
+    """Words as a part of a file's name, which has a limit."""
+    name = re.sub(r"[^\w.]+", "-", "_".join(words))
+    return name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}_{zlib.crc32(name.encode()):08x}"
 
 
 class Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ SHAPES = {
 
 def folder_of(name: str) -> Path:
     """Where a model is written: the same in each run, since vLLM compiles anew for another."""
-    folder = Path(tempfile.gettempdir()) / "vllm_trie_gpu" / name
+    folder = Path(tempfile.gettempdir()) / f"vllm_trie_gpu_{os.getuid()}" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

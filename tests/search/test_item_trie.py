@@ -20,7 +20,7 @@ from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ItemConst
 from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
 from vllm_trie.search.filters import SearchPruning
-from vllm_trie.search.rules import SearchRules
+from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.step import take_search_step
 from vllm_trie.search.step_result import next_search_beams
 
@@ -184,7 +184,8 @@ def plain_step(
     assert rules.items is not None
     over, live = Ranked(), Ranked()
     for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
-        allowed = [token for token in plain.ways(beam.tokens) if not repeats((*beam.tokens, token), besides.ngram_size)]
+        possible = plain.ways(beam.tokens) - {*rules.stops.barred_token_ids}
+        allowed = [token for token in possible if not repeats((*beam.tokens, token), besides.ngram_size)]
         ways = sorted(allowed, key=lambda token: (token in rules.stops.token_ids, token))
         if rules.items.renormalizes:
             of_row = of_row - of_row[ways].logsumexp(0)
@@ -193,9 +194,7 @@ def plain_step(
             stops = token in rules.stops.token_ids
             score = float(of_row[token] + torch.tensor(beam.score))
             complete = stops or plain.is_complete(path)
-            ends = (
-                complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.stops.are_barred
-            )
+            ends = complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.bars_items
             at_end, running = (score + boost_of(besides.phrases, [*path], is_over) for is_over in (True, rules.is_last))
             goes_on = not stops and bool(plain.ways(path))
             of_over = at_end if ends else running
@@ -214,8 +213,12 @@ all_besides = st.builds(
 
 
 @settings(max_examples=60)
-@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
-def test_steps_are_those_of_a_plain_loop(search: Search, width: int, seed: int, looks: bool, besides: Besides) -> None:
+@given(
+    searches(), st.integers(1, 6), st.sampled_from([0, 0, 1, 2, 3]), st.integers(0, 1000), st.booleans(), all_besides
+)
+def test_steps_are_those_of_a_plain_loop(
+    search: Search, width: int, min_tokens: int, seed: int, looks: bool, besides: Besides
+) -> None:
     ngram_size, phrases, margin = besides
     if phrases:
         search = search._replace(rules=replace(search.rules, renormalizes=False))
@@ -223,12 +226,14 @@ def test_steps_are_those_of_a_plain_loop(search: Search, width: int, seed: int, 
     along, plain = search.along(stops), search.plain(stops)
     boosts = [PhraseBoostConstraint.of(phrases)] if phrases else []
     pruning = SearchPruning() if margin == math.inf else SearchPruning(absolute=margin)
-    rules = rules_of(width, stops=stops, constraints=(item_rules, *boosts), pruning=pruning)
+    of_search = rules_of(width, stops=stops, constraints=(item_rules, *boosts), pruning=pruning)
     slots: list[Beam | None] = [Beam((), 0.0)]
     begun = {along: first_states_of(along), **{key: key.begin(1, CPU) for key in boosts}}
     state = SearchBeams(torch.zeros(1, 1), states=begun)
     for number in range(8):
-        rules = rules._replace(is_last=number == 7)
+        length = number + 1
+        phase = SearchPhase(length > min_tokens, bars_items=length < min_tokens, is_last=number == 7)
+        rules = of_search.in_phase(phase)
         logits = torch.randn(1, len(slots), VOCAB, generator=random)
         by_beam = {beam: row for row, beam in enumerate(slots) if beam is not None}
         in_slots = sorted(by_beam, key=by_beam.__getitem__)

@@ -40,9 +40,10 @@ def offer(pool: SearchHypothesisPool, total: float, length: int, last_token: int
 def rules_of(
     width: int, semantics: str = "hf", stops: tuple[int, ...] = (), are_barred: bool = False, **others: Any
 ) -> SearchRules:
-    """Rules of a search that asks for nothing but what is said."""
+    """Rules of a search that asks for nothing but what is said. Barred stops bar items, too, unless it is said."""
     defaults = {"strategy": BestStrategy(semantics), "stops": StopConstraints(stops, are_barred=are_barred)}
-    return SearchRules(width, **(defaults | others))
+    rules = SearchRules(width, **(defaults | others))
+    return rules._replace(bars_items=others.get("bars_items", rules.are_sparse and are_barred))
 
 
 def steps_of(

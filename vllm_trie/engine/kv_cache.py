@@ -130,7 +130,10 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return sum(self._blocks_to_fan_out(group) for group in self._groups.values() if group.is_prefilling)
 
     def most_blocks_of_next_step(self, num_rows: int) -> int:
-        """The most blocks that rows take in the next step: one each, and what groups need to fan out."""
+        """The most blocks that so many decoding rows take in the next step, one each, and what groups need to fan out.
+
+        Chunks of prompts are left out.
+        """
         return num_rows * len(self._managers) + self._blocks_to_fan_out_soon()
 
     def close_group(self, request_id: str) -> None:

@@ -244,7 +244,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         if self._budgets is not None:
             num_tokens = self._num_tokens(output, steps)
             spare_tokens = self.max_num_scheduled_tokens - num_tokens
-            num_rows = self._num_rows() if self._is_async else 0
+            num_rows = self._num_decoding_rows() if self._is_async else 0
             self._budgets.share_out([*self._growing(output, steps)], output, num_tokens, spare_tokens, num_rows)
         for group_id, group in self.groups.items():
             if group_id in steps:
@@ -348,6 +348,11 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
     def _num_rows(self) -> int:
         """Rows of the worker's batch that are occupied while a step is scheduled."""
         return sum(map(self._rows, self.running)) + self._num_sessions()
+
+    def _num_decoding_rows(self) -> int:
+        """Rows of ordinary requests, and of groups that have fanned out."""
+        as_one_row = {id_ for id_ in self.groups if not self.kv_cache_manager.has_fanned_out(id_)}
+        return sum(self._rows(request) for request in self.running if request.request_id not in as_one_row)
 
     def _num_sessions(self) -> int:
         """Streaming sessions that are still waiting."""

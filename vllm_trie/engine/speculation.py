@@ -41,7 +41,8 @@ class SchedulerBudgets(Protocol):
             output: What vLLM has scheduled.
             num_tokens: Tokens that the step computes without forests.
             spare_tokens: Unused tokens of the step's budget.
-            num_rows: Rows of all requests, if the next step is scheduled before groups return KV blocks; else 0.
+            num_rows: Rows of all requests but prompts, if the next step is scheduled before groups return KV blocks;
+                else 0.
         """
 
     def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER
+from vllm_trie.search.devices import NEVER, is_searched_on_host
 from vllm_trie.search.filters import SearchFilters, filter_search_logprobs, search_running_sum
 from vllm_trie.search.gumbel import search_generator_on_device, search_gumbel_top_k
 from vllm_trie.search.parts import in_search_parts, split_for_search
@@ -61,7 +61,9 @@ def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, fil
     """
     logs = logprobs.to(torch.float64, copy=True)  # the rest is in place: it may take gigabytes
     logs.add_(scores[..., None]).div_(filters.temperature)
-    logs.masked_fill_(logs.amax(dim=-1, keepdim=True).isnan(), NEVER)  # a row whose logits are NaN dies alone
+    is_nan = logprobs.amax(dim=-1, keepdim=True).isnan()
+    if not is_searched_on_host(logs.device) or is_nan.any():
+        logs.masked_fill_(is_nan, NEVER)  # a row whose logits are NaN dies alone
     rows = logs.view(-1, logs.shape[-2] * logs.shape[-1])
     return filter_search_logprobs(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 

@@ -316,13 +316,17 @@ ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning
 
 @pytest.mark.parametrize("at_root", [True, False])
 @pytest.mark.parametrize(("has_ties", "excludes"), [(True, False), (False, True)])
-@pytest.mark.parametrize(("are_barred", "num_beams"), [(False, None), (False, 2), (True, None)])
+@pytest.mark.parametrize(
+    ("are_barred", "bars_items", "num_beams"),
+    [(False, False, None), (False, False, 2), (True, True, None), (True, False, None)],
+)
 def test_kernels_take_the_step_of_torch_along_a_catalog(
-    at_root: bool, has_ties: bool, excludes: bool, are_barred: bool, num_beams: int | None
+    at_root: bool, has_ties: bool, excludes: bool, are_barred: bool, bars_items: bool, num_beams: int | None
 ) -> None:
     num_groups, width, item_rules = 2, 3, ItemConstraint("items", excludes=excludes)
     along = along_of(ITEMS, item_rules, device=DEVICE, excluded=ITEMS[::2])
-    rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
+    of_phase = {"bars_items": bars_items, "num_beams": num_beams}
+    rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), **of_phase)
     problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
     states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random).to(DEVICE)
     if has_ties:
@@ -371,6 +375,7 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
         draw(st.integers(1, 7)),
         stops=draw(st.sampled_from([(), (4,)])),
         are_barred=draw(st.booleans()),
+        bars_items=draw(st.booleans()),
         constraints=(along.rules,),
         num_beams=draw(st.sampled_from([None, 1])),
         filters=draw(st.sampled_from([SearchFilters(), SearchFilters(0.7, 0.5)])),

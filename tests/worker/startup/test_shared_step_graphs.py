@@ -280,7 +280,7 @@ def test_runners_ask_for_them_where_all_layers_are_in_them() -> None:
     assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])], True) == (True, SHARES_BLOCKS)
     assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])], True) == (False, None)
     assert runner_reads_shared_blocks_once(runner, [], True) == (False, None)
-    assert runner_reads_shared_blocks_once(runner, sharing, False) == (True, None), "beside a prompt"
+    assert runner_reads_shared_blocks_once(runner, sharing, False) == (True, None), "with a prompt in the step"
 
 
 def test_where_a_graph_holds_a_step_the_host_costs_nothing() -> None:
@@ -290,7 +290,7 @@ def test_where_a_graph_holds_a_step_the_host_costs_nothing() -> None:
         assert builder.takes([(33, enough)], True) == [False]
         assert builder.capture_in_graphs([16, 64]) == most_groups
         assert builder.takes([(33, enough), (4, 0)], True) == [True, False]
-        assert builder.takes([(33, enough), (4, 0)], False) == [False, False], "beside a prompt nothing is in a graph"
+        assert builder.takes([(33, enough), (4, 0)], False) == [False, False], "with a prompt nothing is in a graph"
         assert builder.takes([(33, enough - 16)], True) == [False]
         assert builder.takes([(65, enough)], True) == [False], "more rows than a graph has"
         assert builder.takes([(2, 8 * enough)] * 7, True) == [True] * 7

@@ -100,8 +100,8 @@ def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name
             f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, the limit of this engine; lower it"
         )
     if isinstance(beam, BeamParams) and beam.memory_mode:
-        if width > (most := max(rows, MOST_IN_ONE_ROW)):
-            raise ValueError(f"{name}={width} exceeds {most}, the most with memory_mode; lower it")
+        if width > MOST_IN_ONE_ROW:
+            raise ValueError(f"{name}={width} exceeds {MOST_IN_ONE_ROW}, the most with memory_mode; lower it")
     elif width > rows:
         raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if isinstance(beam, StepOptions) and width * beam.candidates > MOST_WAITING * rows:

@@ -47,25 +47,33 @@ class SpeculationBudgets(SchedulerBudgets):
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_rows: int
     ) -> None:
         """Gives each group that speculates an equal share; what one cannot use is left to the groups after it."""
-        speculating = [one for one in candidates if one.group.length >= one.group.forests.first_length]
+        speculating = [one for one in candidates if _group_may_speculate(one.group, 0)]
+        sizes = [self._size(one, num_tokens) for one in speculating]
         num_kept = 0
-        if num_rows:  # other rows may need these blocks first
-            num_others = num_rows - sum(one.group.num_rows for one in speculating)
-            num_kept = self._kv_cache_manager.most_blocks_of_next_step(num_others)
-        self._share_out(speculating, num_tokens, spare_tokens, num_kept)
+        if num_rows:  # those that do not wait for this step may need blocks before any return
+            num_waiting = sum(one.group.num_rows for one in speculating if _group_may_speculate(one.group, 1))
+            num_kept = self._kv_cache_manager.most_blocks_of_next_step(num_rows - num_waiting)
+        self._share_out(speculating, sizes, spare_tokens, num_kept)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # otherwise vLLM only waits for results
             self.adaptive.scheduled(num_tokens, is_steady)
 
-    def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int, num_kept: int) -> None:
-        for position, (group, request, step) in enumerate(candidates):
-            forests = _group_forests_of(group)
-            # The draft model may have a shorter maximum length.
-            within_draft = self._draft_max_model_len - request.num_computed_tokens
-            size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
-            if forests.is_adaptive and size.num_layers > 0:
-                size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
+    def _size(self, candidate: Growing, num_tokens: int) -> ForestSize:
+        """The size of the forest that a group may draft; without layers it takes a plain step."""
+        group, request, _ = candidate
+        forests = _group_forests_of(group)
+        # The draft model may have a shorter maximum length.
+        within_draft = self._draft_max_model_len - request.num_computed_tokens
+        size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
+        if forests.is_adaptive and size.num_layers > 0:
+            size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
+        return size
+
+    def _share_out(
+        self, candidates: Sequence[Growing], sizes: Sequence[ForestSize], spare_tokens: int, num_kept: int
+    ) -> None:
+        for position, ((group, request, step), size) in enumerate(zip(candidates, sizes, strict=True)):
             num_layers, draft_width = size
             share, least = len(candidates) - position, least_drafts_to_speculate(group.plan.search)
             within_model = self._max_model_len - request.num_computed_tokens  # all drafts may be in one row
@@ -97,6 +105,11 @@ class SpeculationBudgets(SchedulerBudgets):
         elif self._by_ngrams:
             forests.num_failed = 0 if num_steps > 1 else forests.num_failed + 1
             forests.rest(group.length, min(2**forests.num_failed // 8, MOST_REST))
+
+
+def _group_may_speculate(group: BeamGroup, num_more: int) -> bool:
+    """Whether a group may take several steps at once, from so many tokens more than all its results have."""
+    return group.length + num_more >= group.forests.first_length
 
 
 def _group_forests_of(group: BeamGroup) -> GroupForests:

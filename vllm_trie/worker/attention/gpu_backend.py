@@ -219,7 +219,8 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
 
     def _scheduled(self, sequences: AttentionSequences, causal: bool) -> dict[str, Any]:
         """What vLLM gives FlashAttention ahead of a call in a full graph: bounds, and a schedule by these."""
-        num_splits = _splits_within_memory(self.max_num_splits, sequences.most_queries)
+        num_queries = max(sequences.most_queries, len(sequences.lengths))
+        num_splits = _splits_within_memory(self.max_num_splits, num_queries)
         metadata = self._get_scheduler_metadata(
             aot_schedule=self.aot_schedule,
             batch_size=len(sequences.lengths),
@@ -365,8 +366,8 @@ def shared_attention_pays(read_again: int, layer_bytes: int, host_us: int = HOST
 def _splits_within_memory(most_splits: int, num_queries: int) -> int:
     """Into how many parts FlashAttention may split the keys of a call; 0 leaves it to FlashAttention.
 
-    Each part has outputs of its own for all queries. vLLM's calls of more rows have a single part: each row is a
-    sequence there, and FlashAttention splits those of fewer than a thousand sequences alone.
+    Each part has outputs of its own for all queries. FlashAttention splits nothing of a thousand sequences, but it does
+    where as many rows are one sequence.
 
     Args:
         most_splits: vLLM's bound.
