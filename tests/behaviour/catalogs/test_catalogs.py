@@ -273,7 +273,7 @@ def test_sets_wait_for_room_in_their_order_and_others_do_not_wait(
 ) -> None:
     engine, prompt = engines(model), prompt_of(20)
     scheduler, tries = engine.scheduler, engine.runner.catalogs.tries
-    monkeypatch.setattr(scheduler.catalogs, "_room", int(2.5 * SIZE))
+    monkeypatch.setattr(scheduler.catalogs, "room", int(2.5 * SIZE))
     small = [[7, 8]]  # for which there is room always, but it came after others
     sets = [set_of(0), set_of(1), set_of(0), set_of(2), small, set_of(3), set_of(2)]
     along = [beam_params(2, n=2, allowed_sequences=own, max_tokens=8) for own in sets]
@@ -307,7 +307,7 @@ def test_a_preempted_search_has_its_set_again(engines: Engines, model: Path, mon
         if steps == 3:
             assert engine.scheduler.running
             preempt_all(engine)
-            monkeypatch.setattr(catalogs, "_room", 0)
+            monkeypatch.setattr(catalogs, "room", 0)
             catalogs.load({})  # as if others had needed the room
             monkeypatch.undo()
             assert not catalogs._sets
@@ -317,7 +317,7 @@ def test_a_preempted_search_has_its_set_again(engines: Engines, model: Path, mon
 
 def test_aborted_searches_leave_no_set_behind(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, core = engines(model), engines(model).llm.llm_engine
-    monkeypatch.setattr(engine.scheduler.catalogs, "_room", int(1.5 * SIZE))
+    monkeypatch.setattr(engine.scheduler.catalogs, "room", int(1.5 * SIZE))
     for number in range(4):  # of which one runs
         params = beam_params(2, n=2, allowed_sequences=set_of(number), max_tokens=8)
         core.add_request(f"set {number}", {"prompt_token_ids": prompt_of(20)}, params)

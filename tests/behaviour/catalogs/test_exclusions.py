@@ -164,7 +164,7 @@ def test_a_preempted_search_comes_to_no_excluded_item(
         steps += 1
         if steps == 3:
             preempt_all(engine)
-            monkeypatch.setattr(catalogs, "_room", 0)
+            monkeypatch.setattr(catalogs, "room", 0)
             catalogs.load({})
             monkeypatch.undo()
 
@@ -320,7 +320,7 @@ def test_more_than_there_is_room_for_is_refused_and_the_next_request_served(
 ) -> None:
     engine, prompt = with_items(engines, model, tmp_path, NESTED), prompt_of(20)
     params = beam_params(2, catalog="items", exclude_items=[1], max_tokens=6)
-    monkeypatch.setattr(engine.scheduler.catalogs, "_room", 100)
+    monkeypatch.setattr(engine.scheduler.catalogs, "room", 100)
     (output,) = engine.generate([prompt], params)
     assert output.outputs[0].finish_reason == "error"
     assert "has more excluded items or tables than fit in request_tables_bytes=100 of each device" in str(

@@ -153,7 +153,7 @@ def test_phrases_wait_for_room_and_leave_nothing_on_the_device(
     engine, prompt = engines(random_model("gqa")), prompt_of(20)
     phrases: list[Phrases] = [[([[20 + number, 25]], 2.0)] for number in range(4)]
     size = PhraseBoostConstraint.of(phrases[0]).num_bytes
-    monkeypatch.setattr(engine.scheduler.catalogs, "_room", int(2.5 * size))
+    monkeypatch.setattr(engine.scheduler.catalogs, "room", int(2.5 * size))
     held, own = list[int](), {PhraseBoostConstraint.of(of_search) for of_search in phrases}
     jobs = [(prompt, boosted(2, of_search, ignore_eos=True)) for of_search in phrases]
     run(engine, jobs, lambda: held.append(len(own & {*_carried})))

@@ -9,9 +9,10 @@ import torch
 
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.worker import launches
 from vllm_trie.worker.rows.rows import BatchRows
 from vllm_trie.worker.select.cohort import selection_index_of
-from vllm_trie.worker.select.select import Selector, selection_into_slots
+from vllm_trie.worker.select.select import Selector
 
 ROOT_OF_DEAD = 0  # in place of the node of a dead beam, which nothing continues
 
@@ -68,4 +69,7 @@ class VerifiedForestNodes:
         if rules.stops.may_complete:
             num_tokens = np.array([self.forest_step.start + 1])
             completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
-        return SearchInputs(completes=completes, select_next=selection_into_slots(self.values.device))
+        if not launches.worker_runs_kernels_on(self.values.device):
+            return SearchInputs(completes=completes)
+        by_kernel = launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
+        return SearchInputs(completes=completes, select_next=by_kernel)

@@ -12,6 +12,7 @@ from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep, SearchResultLayout
 from vllm_trie.worker.kernels import KernelStepSizes, TakeStep, in_groups, step
+from vllm_trie.worker.kernels.slots import launch_select_next
 from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.cohort import SelectionCohort, put_newest_selected
 
@@ -43,7 +44,7 @@ def planned_selection(
 
 @dataclass(frozen=True)
 class SelectionStepByTorch(TakeStep):
-    """Takes a step by torch.
+    """Takes a step by torch, where a kernel finds the slots of the next beams.
 
     Args:
         rules: The step's rules.
@@ -62,6 +63,7 @@ class SelectionStepByTorch(TakeStep):
     ) -> PackedSearchStep:
         """See `TakeStep`."""
         of_rows = logits.values[self.which].view(*beams.scores.shape, -1)
-        taken = take_packed_search_step(self.rules, of_rows, beams, self.inputs, self.layout)
+        inputs = self.inputs._replace(select_next=launch_select_next)
+        taken = take_packed_search_step(self.rules, of_rows, beams, inputs, self.layout)
         put_newest_selected(taken.going, places, sampled)
         return taken

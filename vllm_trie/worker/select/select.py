@@ -16,7 +16,6 @@ import torch
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.devices import uploaded_once_for_search
-from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
@@ -53,13 +52,6 @@ Group = TypeVar("Group")
 def no_selection_depths(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros. Read-only."""
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def selection_into_slots(device: torch.device) -> Callable[..., SearchCandidates[torch.Tensor]]:
-    """`choose_next_search_beams`, by a kernel where kernels run."""
-    if not launches.worker_runs_kernels_on(device):
-        return choose_next_search_beams
-    return launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
 
 
 class Selector:
@@ -151,8 +143,7 @@ class Selector:
         """
         selected, parents, moving, has_replayed = list[PackedStep](), [], list[SelectionCohort](), False
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
-        narrow, into_slots = iter(of_levels), selection_into_slots(logits.device)
-        graphs = self.graphs if launches.worker_runs_kernels_on(logits.device) else None
+        narrow, graphs = iter(of_levels), self.graphs if launches.worker_runs_kernels_on(logits.device) else None
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
             level, own = next(narrow) if cohort.narrows else (None, logits)
@@ -172,7 +163,7 @@ class Selector:
                 beams = beams._replace(length=cohort.common_length(num_tokens))
             else:
                 beams = beams_of_rows(groups)
-            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, into_slots, level=level), sampled)
+            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, level=level), sampled)
             selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going) if beams.states else taken.going.beams
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):

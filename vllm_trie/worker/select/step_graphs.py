@@ -29,7 +29,6 @@ from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.worker.expand import PackedStep
 from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.beams import KernelBeams, launch_put_down_beams, launch_take_up_beams
-from vllm_trie.worker.kernels.slots import launch_select_next
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
 from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.rows.rows import Rows
@@ -224,7 +223,7 @@ class SelectionGraphs:
             in_place = copied = own[: cohort.index.size * stride].view(-1, stride)[:, : sizes.vocab_size]
         of_rows = tables.on_device.named_rows
         logits = KernelLogits.of(in_place, of_rows["logits"], rules.stops)._replace(level=step.level)
-        by_torch = SelectionStepByTorch(rules, SearchInputs(select_next=launch_select_next), slice(None), layout)
+        by_torch = SelectionStepByTorch(rules, SearchInputs(), slice(None), layout)
         take_rows, along = select_by_kernels(rules, sizes) or by_torch, beams.sparse
         decided = torch.empty(shape[0], layout.num_words, dtype=torch.int32, device=device)
         has_tails = np.ones(cohort.index.size, dtype=np.int64)  # the device finds out which do
