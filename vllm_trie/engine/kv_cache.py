@@ -126,8 +126,9 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def _blocks_to_fan_out(self, group: _GroupKVBlocks) -> int:
         return sum(_manager_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
 
-    def _blocks_to_fan_out_soon(self) -> int:
-        return sum(self._blocks_to_fan_out(group) for group in self._groups.values() if group.is_prefilling)
+    def _blocks_to_fan_out_soon(self, starting: _GroupKVBlocks | None = None) -> int:
+        soon = [group for group in self._groups.values() if group.is_prefilling or group is starting]
+        return sum(map(self._blocks_to_fan_out, soon))
 
     def most_blocks_of_next_step(self, num_rows: int) -> int:
         """The most blocks that so many decoding rows take in the next step, one each, and what groups need to fan out.
@@ -220,7 +221,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             has_room = self._grow(request, num_new_tokens, group) if group.tries else self._fan_out(request, group)
             return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            reserved = self._blocks_to_fan_out_soon() + (0 if group is None else self._blocks_to_fan_out(group))
+            reserved = self._blocks_to_fan_out_soon(group)
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._reclaim_all():
