@@ -25,6 +25,7 @@ def worker_of(engine: Engine):
     return engine.runner.kv_connector.kv_connector.connector_worker.worker
 
 
+@pytest.mark.timeout(300)  # where a search never finds room, the engine steps for ever
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_beams_overwrite_no_block_before_it_is_saved(
