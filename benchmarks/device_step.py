@@ -27,7 +27,6 @@ from vllm_trie.search.rules import SearchInputs, SearchPhase, SearchRules  # noq
 from vllm_trie.search.step import take_packed_search_step  # noqa: E402
 from vllm_trie.search.strategies.best import BestStrategy  # noqa: E402
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy  # noqa: E402
-from vllm_trie.worker.expand import RunnerStepContext  # noqa: E402
 from vllm_trie.worker.kernels import KernelStepSizes  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
@@ -40,7 +39,8 @@ from vllm_trie.worker.rows.rows import (  # noqa: E402
 )
 from vllm_trie.worker.select.by_kernels import select_by_kernels  # noqa: E402
 from vllm_trie.worker.select.select import Selector  # noqa: E402
-from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs  # noqa: E402
+from vllm_trie.worker.select.selection_graphs import SelectionGraphCapture, SelectionGraphs  # noqa: E402
+from vllm_trie.worker.step_context import RunnerStepContext  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
 STOP_TOKEN_ID, NUM_STOPS, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 6, 0.5, 5, 0.125

@@ -35,7 +35,7 @@ PARTS = ("kernels", "steps", "attention", "trees", "searches")
 KERNELS = ("worker/attention/triton_kernels", "worker/kernels/step_kernels", "worker/kernels/select_kernels")
 KERNELS += (
     "worker/kernels/controls_kernels",
-    "worker/select/step_graphs",
+    "worker/select/selection_graphs",
     "worker/rows/sub_batch",
     "worker/kv/kv_caches",
 )

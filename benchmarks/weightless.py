@@ -34,7 +34,6 @@ from vllm_trie.search.constraints.catalog import ConstraintTrie
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.stop_strings import SearchStopStrings
 from vllm_trie.worker import launches
-from vllm_trie.worker.expand import PackedStep, RunnerStepContext
 from vllm_trie.worker.kv.kv_caches import KVCaches, KVTable
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.rows import GroupRows, Rows
@@ -42,9 +41,10 @@ from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
 from vllm_trie.worker.select.amateur import SelectionAmateurLogits
 from vllm_trie.worker.select.select import Selector
-from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
+from vllm_trie.worker.select.selection_graphs import SelectionGraphCapture, SelectionGraphs
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup.widest_steps import most_rows_measured_together
+from vllm_trie.worker.step_context import RunnerStepContext, SelectedCohort
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
@@ -284,7 +284,9 @@ class WeightlessStep:
         catalogs.tries[CATALOG] = ConstraintTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of_rows", lambda _: stop_strings):
             self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_measured_together(vocab_size))
-        steps = {name: GroupStep(SearchPhase(), selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
+        steps = {
+            name: GroupStep(SearchPhase(), selects=True, decodes=True, sampling_key=(3, 5)) for name in self.groups
+        }
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = RunnerStepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)
         for group in self.groups.values():
@@ -306,7 +308,7 @@ class WeightlessStep:
         """All rows; by group, `num_tokens` [G] in each."""
         return batch_of(self.slots.ravel(), num_tokens.repeat(self.slots.shape[1]))
 
-    def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
+    def select(self, num_tokens: np.ndarray) -> list[SelectedCohort]:
         """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
         plan = self.selector.plan(self.context, self.batch(num_tokens))
         of_amateur = None

@@ -25,9 +25,9 @@ from vllm_trie.speculation.worker.forest_growth import NO_NODE, grown_forests_on
 from vllm_trie.speculation.worker.grown_forests import GrownForests, forests_grown_together
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.speculation.worker.verify import verify_forests
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.kv.kv_caches import ByToken, KVCaches
 from vllm_trie.worker.rows.rows import BatchRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 HIDDEN_SIZE, HEADS, HEAD_SIZE, NUM_BLOCKS = 64, 2, 8, 400
 

@@ -40,7 +40,7 @@ INTERPRET = "tests/worker/cpu/", "tests/worker/test_interpreted_engine.py"  # vL
 LONGEST_FIRST = (
     *FORK,
     "tests/golden/",
-    "tests/worker/select/test_step_graphs",
+    "tests/worker/select/test_selection_graphs",
     "tests/worker/startup/test_widest_steps",
     "tests/behaviour/offline/",
     "tests/benchmarks/",

@@ -60,7 +60,7 @@ OUTSIDE = "speculation", "step_search", "reranking", "batch", "trace", "mend"
 OF_SERVERS = "entrypoints.server", "entrypoints.async_llm", "entrypoints.requests.reading"
 OF_GPUS = (
     *("worker.gpu_worker", "worker.kernels", "worker.startup", "worker.kv.copies"),
-    *(f"worker.select.{name}" for name in ("by_kernels", "graph_tables", "step_graphs")),
+    *(f"worker.select.{name}" for name in ("by_kernels", "graph_tables", "selection_graphs")),
     *(f"worker.attention.{name}" for name in ("gpu_backend", "prefix_suffix", "triton_kernels")),
 )
 OF_CPUS = "worker.cpu_worker", "worker.cpu", "worker.attention.cpu_backend", "worker.attention.compiled"

@@ -146,7 +146,7 @@ class GroupStep:
     selects: bool  # False while known tokens are computed: the prompt, or a history after a preemption
     search: SearchRules | None = None  # how it selects in all phases; sent when the request is new to the worker
     decodes: bool = False  # the group runs as `width` rows; until then as one
-    draw: tuple[int, int] | None = None  # seed and step, if the step samples
+    sampling_key: tuple[int, int] | None = None  # seed and step, if the step samples
     excludes: str | None = None  # when its rows enter: digest of the nodes closed to them
     rows: NewRows | None = None  # when it fans out
     resumed: Resumed | None = None  # when it fans out after a preemption; otherwise the worker has this state

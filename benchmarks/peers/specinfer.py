@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from vllm_trie.search.sampling import draw_search_cells
+from vllm_trie.search.sampling import sample_search_cells
 
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 
@@ -176,7 +176,7 @@ class TreeSpeculation:
             layer = [
                 tree.add(token, node)
                 for node in layer
-                for token in draw_search_cells(tree.distributions[node], width, True, rng).tolist()
+                for token in sample_search_cells(tree.distributions[node], width, True, rng).tolist()
             ]
         return tree
 
@@ -195,4 +195,4 @@ class TreeSpeculation:
                 if mass > NEGLIGIBLE:  # else p = q, and only rounding rejected
                     p = left / mass
             else:
-                return tree.paths[node], int(draw_search_cells(p, 1, True, rng)[0])
+                return tree.paths[node], int(sample_search_cells(p, 1, True, rng)[0])

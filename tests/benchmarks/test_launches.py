@@ -18,7 +18,7 @@ from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, 
 from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
 from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.worker.kernels import SLOTS
-from vllm_trie.worker.select.step_graphs import LOGITS_OF_BYTE, MOST_BYTES_WITHOUT_LOGITS, MOST_OWN_BYTES
+from vllm_trie.worker.select.selection_graphs import LOGITS_OF_BYTE, MOST_BYTES_WITHOUT_LOGITS, MOST_OWN_BYTES
 
 MOST_LAUNCHES = {  # they may only fall
     **dict.fromkeys(

@@ -68,7 +68,7 @@ def group_of(options: dict[str, Any], fields: dict[str, Any], streams: bool) -> 
 
 def next_step(group: BeamGroup, seed: int, sureness: float) -> SearchStepResult:
     """By a model that is a table of random logits, one for each history."""
-    trie, rules, draw = group.hypotheses, group.plan.search.in_phase(group.next_phase()), group.next_draw()
+    trie, rules, draw = group.hypotheses, group.plan.search.in_phase(group.next_phase()), group.next_sampling_key()
     histories = trie.histories().tolist()
     rows = [np.random.default_rng([seed, len(history), *history]).normal(0, sureness, VOCAB) for history in histories]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
@@ -135,7 +135,7 @@ def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
             assert streamed.next_part() is None, "it was sent already"
             sent, expected = joined(parts)[0], known(plain)
             assert sent == expected[: len(sent)]
-            if not plain.plan.num_draws:  # beams that were sampled alike are two
+            if not plain.plan.num_sampled_steps:  # beams that were sampled alike are two
                 assert sent == expected
             num_decided += streamed.stream.is_decided
         check_answer(parts, plain, streamed)

@@ -131,7 +131,7 @@ def test_outputs_bring_the_times_of_their_requests_once(noted: list[Any], status
     for event in noted:
         of.record_event(event)
     outbox.post(of, engine_error_output("why"))
-    outbox.empty_into(outputs, tells_finished=False)
+    outbox.empty_into(outputs, lists_finished=False)
     ((output,),) = [outputs[0].outputs]
     assert (output.events and [event.type for event in output.events]) == sent
     assert not of.events
@@ -150,7 +150,7 @@ def test_outputs_go_to_the_clients_that_asked() -> None:
         outbox.post(request(name, client), engine_error_output("why"))
     outbox.post(request("third", 5), EngineCoreOutput("", [3]))
     assert outbox
-    outbox.empty_into(outputs, tells_finished=True)
+    outbox.empty_into(outputs, lists_finished=True)
     assert not outbox
     found = {client: [output.request_id for output in of.outputs] for client, of in outputs.items()}
     assert found == {4: ["first"], 5: ["second", "third"]}

@@ -18,7 +18,7 @@ from vllm_trie.search.filters import (
     filtered_search_logprobs,
     search_running_sum,
 )
-from vllm_trie.search.sampling import draw_search_tokens
+from vllm_trie.search.sampling import sample_search_tokens
 from vllm_trie.search.step import search_log_probabilities
 
 ROWS, VOCAB_SIZE = 6, 40
@@ -153,11 +153,11 @@ def test_what_nobody_may_draw_is_not_sampled_of_long_rows() -> None:
     logprobs[torch.rand(logprobs.shape, generator=random) < 0.7] = -torch.inf
     chances = torch.rand(2, 3, 500, dtype=torch.float64, generator=random)
     chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
-    tokens = draw_search_tokens(logprobs, chances)
+    tokens = sample_search_tokens(logprobs, chances)
     assert (logprobs.gather(-1, tokens) > -torch.inf).all()
     with shortcuts(allowed=True):
-        assert (tokens == draw_search_tokens(logprobs, chances)).float().mean() > 0.99
-    assert (draw_search_tokens(torch.full((1, 1, 9), -torch.inf), chances[:1, :1]) == 8).all()
+        assert (tokens == sample_search_tokens(logprobs, chances)).float().mean() > 0.99
+    assert (sample_search_tokens(torch.full((1, 1, 9), -torch.inf), chances[:1, :1]) == 8).all()
 
 
 @pytest.mark.usefixtures("long_rows")

@@ -24,7 +24,7 @@ from vllm_trie.search.constraints.stops import StopStringConstraint
 from vllm_trie.search.filters import SearchFilters, SearchPruning, best_search_tokens, filter_search_logprobs
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.rules import SearchInputs, SearchStrategy
-from vllm_trie.search.sampling import draw_search_continuations, draw_search_tokens, search_generator
+from vllm_trie.search.sampling import sample_search_continuations, sample_search_tokens, search_generator
 from vllm_trie.search.step import take_packed_search_step, take_search_step
 from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
@@ -162,9 +162,9 @@ def test_the_same_chances_draw_the_same(cells: int, monkeypatch: pytest.MonkeyPa
     logprobs[1, 2] = NEVER
     chances = torch.rand(2, NUM_ROWS, 500, dtype=torch.float64, generator=random)
     chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
-    expected = draw_search_tokens(logprobs, chances)
+    expected = sample_search_tokens(logprobs, chances)
     monkeypatch.setattr(parts, "CELLS", cells)
-    tokens = draw_search_tokens(logprobs, chances)
+    tokens = sample_search_tokens(logprobs, chances)
     lives = (logprobs > NEVER).any(dim=-1)
     assert (logprobs.gather(-1, tokens)[lives] > NEVER).all()
     assert (tokens == expected).float().mean() > 0.999
@@ -177,9 +177,9 @@ def test_cells_are_sampled_from_all_parts_with_replacement(cells: int, monkeypat
     p[0, 40:] *= p[0, 40:] > 0.6
     p[1] = 0
     rngs = lambda: [search_generator(0, 1), search_generator(0, 2)]  # noqa: E731
-    expected, is_possible = draw_search_continuations(p, 400, True, rngs())
+    expected, is_possible = sample_search_continuations(p, 400, True, rngs())
     monkeypatch.setattr(parts, "CELLS", cells)
-    sampled, still_possible = draw_search_continuations(p, 400, True, rngs())
+    sampled, still_possible = sample_search_continuations(p, 400, True, rngs())
     assert (sampled == expected).float().mean() > 0.999
     assert torch.equal(is_possible, still_possible)
     assert (p[0, sampled[0]] > 0).all()

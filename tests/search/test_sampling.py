@@ -15,10 +15,10 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.sampling import (
-    draw_search_cells,
-    draw_search_continuations,
-    draw_search_tokens,
     joint_search_probabilities,
+    sample_search_cells,
+    sample_search_continuations,
+    sample_search_tokens,
     search_generator,
     search_uniforms,
 )
@@ -55,7 +55,7 @@ def test_the_same_seed_and_step_draw_the_same() -> None:
 def test_the_distribution_is_that_of_the_row(seed: int) -> None:
     logprobs = torch.tensor([[[-1.0, DEAD, -2.0, -0.5, -3.0, DEAD]]])
     draws = 20_000
-    tokens = draw_search_tokens(logprobs, torch.from_numpy(search_uniforms(seed, 1, draws))[None, None])
+    tokens = sample_search_tokens(logprobs, torch.from_numpy(search_uniforms(seed, 1, draws))[None, None])
     counts = torch.bincount(tokens.flatten(), minlength=6).double()
     expected = draws * logprobs[0, 0].double().softmax(-1)
     assert counts[expected == 0].sum() == 0
@@ -67,7 +67,7 @@ def test_each_row_draws_from_its_own() -> None:
     logprobs = torch.full((2, 3, 6), DEAD)
     for place in range(6):
         logprobs[place // 3, place % 3, place] = 0.0
-    tokens = draw_search_tokens(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
+    tokens = sample_search_tokens(logprobs, torch.rand(2, 3, 4, dtype=torch.float64))
     assert torch.equal(tokens, torch.arange(6).reshape(2, 3, 1).expand(2, 3, 4))
 
 
@@ -76,12 +76,12 @@ def test_each_row_draws_from_its_own() -> None:
 def test_the_impossible_is_not_sampled_at_either_end(chance: float, spread: float) -> None:
     logprobs = spread * torch.randn(1, 50, 1000, generator=torch.Generator().manual_seed(0))
     logprobs[..., :5] = logprobs[..., -5:] = DEAD
-    tokens = draw_search_tokens(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
+    tokens = sample_search_tokens(logprobs, torch.full((1, 50, 1), chance, dtype=torch.float64))
     assert (logprobs.gather(-1, tokens) > DEAD).all()
 
 
 def test_where_nothing_may_be_sampled_some_impossible_token_stands_for_it() -> None:
-    tokens = draw_search_tokens(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
+    tokens = sample_search_tokens(torch.full((1, 1, 4), DEAD), torch.tensor([[[0.5]]], dtype=torch.float64))
     assert tokens.tolist() == [[[3]]]
 
 
@@ -204,7 +204,7 @@ def test_dead_rows_have_no_mass() -> None:
     nothing = joint_search_probabilities(torch.full((3,), DEAD), logprobs, SearchFilters(top_p=0.9))
     assert not nothing.any()
     assert [
-        len(draw_search_cells(nothing, 2, replacement, search_generator(0, 0))) for replacement in (True, False)
+        len(sample_search_cells(nothing, 2, replacement, search_generator(0, 0))) for replacement in (True, False)
     ] == [0, 0]
 
 
@@ -213,7 +213,7 @@ def test_cells_are_sampled_by_their_law_in_order(replacement: bool) -> None:
     p = 3 * torch.tensor([[0.4, 0.0, 0.2], [0.0, 0.1, 0.3]]).double()  # need not be normalised
     rng, counts, num_draws = search_generator(0, 1), np.zeros((6, 6)), 4_000
     for _ in range(num_draws):
-        counts[tuple(draw_search_cells(p, 2, replacement, rng))] += 1
+        counts[tuple(sample_search_cells(p, 2, replacement, rng))] += 1
     distribution = sampled_pair_distribution(p / p.sum(), replacement)
     expected = num_draws * distribution[distribution > 0]
     assert counts[distribution == 0].sum() == 0
@@ -225,15 +225,17 @@ def test_cells_are_sampled_by_their_law_in_order(replacement: bool) -> None:
 @pytest.mark.parametrize("replacement", [True, False])
 def test_what_is_not_possible_is_marked(replacement: bool) -> None:
     p = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).double()
-    cells, is_possible = draw_search_continuations(p, 3, replacement, [search_generator(0, 1), search_generator(0, 2)])
+    cells, is_possible = sample_search_continuations(
+        p, 3, replacement, [search_generator(0, 1), search_generator(0, 2)]
+    )
     assert is_possible.sum(dim=1).tolist() == [3 if replacement else 2, 0]
     assert set(cells[is_possible].tolist()) <= {1, 2}
 
 
 def test_without_replacement_there_are_no_more_cells_than_are_possible() -> None:
     p = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
-    assert sorted(draw_search_cells(p, 5, False, search_generator(0, 1))) == [1, 2]
-    assert len(draw_search_cells(p, 5, True, search_generator(0, 1))) == 5
+    assert sorted(sample_search_cells(p, 5, False, search_generator(0, 1))) == [1, 2]
+    assert len(sample_search_cells(p, 5, True, search_generator(0, 1))) == 5
 
 
 def test_without_replacement_a_cold_draw_is_beam_search() -> None:
@@ -243,5 +245,7 @@ def test_without_replacement_a_cold_draw_is_beam_search() -> None:
     cold, warm = (
         joint_search_probabilities(scores, logprobs, SearchFilters(temperature)) for temperature in (0.01, 1.0)
     )
-    assert all(draw_search_cells(cold, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20))
-    assert not any(draw_search_cells(warm, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20))
+    assert all(sample_search_cells(cold, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20))
+    assert not any(
+        sample_search_cells(warm, 8, False, search_generator(seed, 1)).tolist() == best for seed in range(20)
+    )

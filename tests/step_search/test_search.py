@@ -62,7 +62,7 @@ def run(rules: StepRules, draw: Draw = sampled) -> StepSearch:
     state, is_over = StepSearch(rules), False
     while not is_over:
         steps = []
-        for beam, _, seed, most, stops, is_greedy in state.draws():
+        for beam, _, seed, most, stops, is_greedy in state.plan():
             text, tokens, reason = (sampled if is_greedy else draw)(beam.token_ids, seed, most, stops)
             steps.append(SampledStep(text, tokens, -1.0 * len(tokens), reason))
         if questions := state.take(steps):
@@ -150,11 +150,11 @@ def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_bran
     """Worked by hand: means 0.5, 0.25, 0 after one visit each; a choice counts as 2 visits at once."""
     rules = StepRules(2, 2, max_tokens=10, max_steps=9, stops_early=False, seed=0, order="mcts", exploration=1.0)
     state = StepSearch(rules)
-    state.draws()
+    state.plan()
     state.take([SampledStep(text, [2]) for text in "abcd"])
     state.judge([0.5, 0.25, 0.0, 0.0])
     assert [beam.text for beam in state.beams] == ["a", "b"]
-    state.draws()
+    state.plan()
     state.take([SampledStep(text, [2]) for text in "efgh"])  # ae, bf, ag, bh
     state.judge([0.0, 0.9, 0.0, 0.9])
     assert [(beam.text, len(beam.path)) for beam in state.beams] == [("bf", 2), ("c", 1)]
@@ -185,9 +185,9 @@ def test_what_is_sampled_at_a_place_of_the_tree_is_the_same_whenever_it_is_retur
     for of_search, score in zip(children, (few_scores, lambda text: -few_scores(text)), strict=True):
         state = StepSearch(StepRules(2, 3, 12, max_steps=8, stops_early=False, seed=5, order=order))
         for _ in range(7):
-            draws = state.draws()
-            steps = [sampled(draw.beam.token_ids, draw.seed, draw.max_tokens, True) for draw in draws]
-            of_search |= {draw.path: step for draw, step in zip(draws, steps, strict=True)}
+            planned = state.plan()
+            steps = [sampled(step.beam.token_ids, step.seed, step.max_tokens, True) for step in planned]
+            of_search |= {path: step for (_, path, *_), step in zip(planned, steps, strict=True)}
             questions = state.take([SampledStep(step.text, step.tokens, 0.0, step.reason) for step in steps])
             state.judge([score(question.candidate.text) for question in questions])
     one, other = children
@@ -303,7 +303,7 @@ def test_what_is_returned_is_as_it_was_sampled(rules: StepRules) -> None:
 def test_a_search_that_ends_early_has_the_best_that_were_scored() -> None:
     search = StepSearch(StepRules(width=2, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
     assert search.best_so_far(3) == []
-    search.draws()
+    search.plan()
     texts = [("a", None), ("bb", None), ("c", "stop"), ("bb", None)]
     search.take([SampledStep(text, [2], finish_reason=reason) for text, reason in texts])
     assert search.best_so_far(3) == [], "none is scored"
@@ -315,16 +315,16 @@ def test_a_search_that_ends_early_has_the_best_that_were_scored() -> None:
 
 def test_a_round_is_dealt_out_evenly_over_its_beams_best_first() -> None:
     state = StepSearch(StepRules(width=2, candidates=3, max_tokens=10, max_steps=None, stops_early=False, seed=0))
-    assert [draw.beam for draw in state.draws()] == [StepHypothesis()] * 6
+    assert [draw.beam for draw in state.plan()] == [StepHypothesis()] * 6
     state.take([SampledStep(text, [2]) for text in "abcdef"])
     state.judge([0, 5, 1, 7, 2, 3])
-    assert [draw.beam.text for draw in state.draws()] == ["d", "b"] * 3
-    assert len({draw.seed for draw in state.draws()}) == 6
+    assert [draw.beam.text for draw in state.plan()] == ["d", "b"] * 3
+    assert len({draw.seed for draw in state.plan()}) == 6
 
 
 def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
     state = StepSearch(StepRules(width=3, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
-    state.draws()
+    state.plan()
     sampled_steps = [
         SampledStep("a", [2]),
         SampledStep("b", [3]),
@@ -339,12 +339,12 @@ def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
     ]
     state.judge([1, 2, 3])
     assert [beam.text for beam in state.beams] == ["b", "a"]  # there are no three
-    assert len(state.draws()) == 6
+    assert len(state.plan()) == 6
 
 
 def test_ties_go_to_the_earlier_candidate() -> None:
     state = StepSearch(StepRules(width=2, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
-    state.draws()
+    state.plan()
     state.take([SampledStep(text, [2]) for text in "dcba"])
     state.judge([1, 1, 1, 1])
     assert [beam.text for beam in state.beams] == ["d", "c"]
@@ -352,10 +352,10 @@ def test_ties_go_to_the_earlier_candidate() -> None:
 
 def test_the_last_step_goes_on_to_the_end() -> None:
     state = StepSearch(StepRules(width=1, candidates=1, max_tokens=10, max_steps=2, stops_early=False, seed=0))
-    assert [draw.stops_at_delimiter for draw in state.draws()] == [True]
+    assert [draw.stops_at_delimiter for draw in state.plan()] == [True]
     state.take([SampledStep("a|", [2, 0])])
     state.judge([1.0])
-    assert [(draw.stops_at_delimiter, draw.max_tokens) for draw in state.draws()] == [(False, 8)]
+    assert [(draw.stops_at_delimiter, draw.max_tokens) for draw in state.plan()] == [(False, 8)]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from tests.support.pairs import searches
 from tests.support.running import prompt_of, run
 from tests.support.unseen import paths_before
 from vllm_trie.engine.scheduler import BeamScheduler
+from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.draft_model import DraftModel
 from vllm_trie.speculation.worker.forest_step import ForestStep
-from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 
 TOLERANCE = 1e-3
 MOST_WRONG = 100  # rows, after which the rest is not compared

@@ -59,7 +59,7 @@ class Branches:
 
 
 def draw(rng: Branches, p: torch.Tensor, count: int, _replacement: bool) -> np.ndarray:
-    """In place of `draw_search_cells`, for one cell at most. The last is not branched on: its distribution is kept."""
+    """In place of `sample_search_cells`, for one cell at most. Of the last, which is not branched on, `p` is kept."""
     if not count:
         return np.zeros(0, dtype=np.int64)
     distribution = (p.flatten() / p.sum()).numpy()
@@ -76,7 +76,7 @@ def branches(
     """Every way through `run`, and what it returns."""
     paths: list[list[int]] = [[]]
     with patch.object(
-        rejection, "draw_search_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)
+        rejection, "sample_search_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)
     ):
         while paths:
             rng = Branches(paths.pop(), width)

@@ -28,7 +28,7 @@ from tests.support.taken_again import TakenAgain, copies_made
 from tests.support.trained_pair import Answer, answer
 from vllm_trie import beam_params, search
 from vllm_trie.worker import launches
-from vllm_trie.worker.select.step_graphs import SelectionGraphs
+from vllm_trie.worker.select.selection_graphs import SelectionGraphs
 from vllm_trie.worker.startup import warm_up
 
 MAX_TOKENS = 5

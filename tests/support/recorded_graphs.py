@@ -103,7 +103,7 @@ def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def _graph(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
     refused = AssertionError("uploaded in a capture")
     with ExitStack() as stack:
-        for module, upload in product((devices, prefix_suffix), ("uploaded_for_search", "upload_for_search")):
+        for module, upload in product((devices, prefix_suffix), ("uploaded_for_search", "copy_into_for_search")):
             stack.enter_context(patch.object(module, upload, side_effect=refused))
         stack.enter_context(Recorder(graph).capturing())
         yield

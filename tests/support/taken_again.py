@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu import async_utils
 
 from vllm_trie.search import devices
 from vllm_trie.worker import runner
-from vllm_trie.worker.select.step_graphs import SelectionGraphCapture
+from vllm_trie.worker.select.selection_graphs import SelectionGraphCapture
 
 
 class TakenAgain(SelectionGraphCapture):

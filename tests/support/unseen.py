@@ -8,8 +8,8 @@ from itertools import cycle
 import pytest
 
 from vllm_trie.speculation.worker import draft_by_model, forest_walk, searched_forest
+from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowthPart
-from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 
 
 def pretend_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class GroupPlan:
         uncounted_eos: An ignored EOS that final scores do not count, where running beams compete by final scores: in
             `LLM.beam_search` of vLLM 0.32, but not in its server.
         seed: Of sampling, if the search samples.
-        num_draws: The number of first steps that sample.
+        num_sampled_steps: The number of first steps that sample.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class GroupPlan:
     prompt_length: int
     uncounted_eos: int | None
     seed: int
-    num_draws: int
+    num_sampled_steps: int
 
     @property
     def width(self) -> int:
@@ -218,10 +218,10 @@ class BeamGroup:
         """The parameters of the next step to be scheduled, or of the one `ahead` steps later."""
         return self.plan.phase(self.planned_length + 1 + ahead, self.pool)
 
-    def next_draw(self) -> tuple[int, int] | None:
+    def next_sampling_key(self) -> tuple[int, int] | None:
         """Seed and step for the next step to be scheduled, if it samples."""
         length = self.planned_length + 1
-        return (self.plan.seed, length) if length <= self.plan.num_draws else None
+        return (self.plan.seed, length) if length <= self.plan.num_sampled_steps else None
 
     def advance(self, step: SearchStepResult) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over.

@@ -115,7 +115,7 @@ def new_group(
         prompt_length,
         uncounted_eos=eos_token_id if compares_final_scores and eos_token_id not in ending else None,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
-        num_draws=max_length if params.do_sample else params.sample_first,
+        num_sampled_steps=max_length if params.do_sample else params.sample_first,
     )
     comes_whole = params.compact or params.beam_results or params.stochastic or params.num_beam_groups > 1
     streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and not comes_whole

@@ -38,16 +38,16 @@ class EngineOutbox(list[tuple[int, EngineCoreOutput]]):
             output.events = _take_engine_events(request)
         self.append((request.client_index, output))
 
-    def empty_into(self, outputs: dict[int, EngineCoreOutputs], tells_finished: bool) -> None:
+    def empty_into(self, outputs: dict[int, EngineCoreOutputs], lists_finished: bool) -> None:
         """Move all queued outputs into a step's outputs, by client.
 
         Args:
-            tells_finished: Also list the requests that end, for a load balancer that counts them.
+            lists_finished: Also list the requests that end, for a load balancer that counts them.
         """
         for client_index, output in self:
             of_client = outputs.setdefault(client_index, EngineCoreOutputs())
             of_client.outputs.append(output)
-            if tells_finished and output.finished:
+            if lists_finished and output.finished:
                 of_client.finished_requests = (of_client.finished_requests or set()) | {output.request_id}
         self.clear()
 

@@ -41,7 +41,7 @@ from vllm_trie.engine.outputs import (
     take_group_prefill_stats,
 )
 from vllm_trie.engine.prefix_publishing import GroupPrefixCache
-from vllm_trie.engine.speculation import Growing, SchedulerBudgets
+from vllm_trie.engine.speculation import DraftingCandidate, SchedulerBudgets
 from vllm_trie.engine.stats import GroupTally, attach_group_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
@@ -280,11 +280,11 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 num_tokens += step.budget.max_drafts
         return num_tokens
 
-    def _growing(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Growing]:
+    def _growing(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[DraftingCandidate]:
         """The groups whose rows compute one token each; after a preemption they compute more."""
         for group_id, step in steps.items():
             if step.decodes and step.selects and output.num_scheduled_tokens[group_id] == 1:
-                yield Growing(self.groups[group_id], self.requests[group_id], step)
+                yield DraftingCandidate(self.groups[group_id], self.requests[group_id], step)
 
     def _plan_rows(self) -> int:
         """Show vLLM's loop how many tokens a row of each group computes. Returns the token budget of all other rows.
@@ -326,7 +326,9 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
-            step = GroupStep(group.next_phase(), selects, draw=group.next_draw(), is_traced=group.traced is not None)
+            step = GroupStep(
+                group.next_phase(), selects, sampling_key=group.next_sampling_key(), is_traced=group.traced is not None
+            )
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.num_shared = update.num_shared
@@ -495,7 +497,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         if self._failed:
             self.finish_requests([*self._failed], RequestStatus.FINISHED_ERROR)
         if self.outbox:
-            self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
+            self.outbox.empty_into(outputs, lists_finished=self.finished_req_ids_dict is not None)
         if self.log_stats and (self.groups or self.tally.has_news or self.catalogs.has_news):
             self._report(outputs)
         if self._steps_to_check > 0:

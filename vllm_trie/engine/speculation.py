@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Growing(NamedTuple):
+class DraftingCandidate(NamedTuple):
     """A group that decodes one token per row in this step, so that it may draft a forest."""
 
     group: BeamGroup
@@ -32,7 +32,12 @@ class SchedulerBudgets(Protocol):
         """The forests of a search with these options and so many beams."""
 
     def share_out(
-        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_rows: int
+        self,
+        candidates: Sequence[DraftingCandidate],
+        output: SchedulerOutput,
+        num_tokens: int,
+        spare_tokens: int,
+        num_rows: int,
     ) -> None:
         """Give budgets to groups, in the `GroupStep` that is sent to the worker.
 

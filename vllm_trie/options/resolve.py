@@ -14,7 +14,7 @@ from vllm_trie.options.speculation import (
     check_drafts_for_options,
     check_threshold_option,
     fit_layer_width_options,
-    options_draw_beams,
+    options_sample_beams,
     resolve_speculation_options,
 )
 
@@ -38,7 +38,7 @@ def resolve_options(
     request = {**(fields or {}), **beam.params()}
     request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
     refuse_options(request)  # first without defaults, so that refusals name what the request sets
-    request["do_sample"] = options_draw_beams(request, defaults.do_sample, defaults.speculation)
+    request["do_sample"] = options_sample_beams(request, defaults.do_sample, defaults.speculation)
     speculation, unused = resolve_speculation_options(request, defaults.speculation, drafts)
     request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}
     by_default = {name: getattr(defaults, name) for name in (*Sampling.model_fields, *Speculating.model_fields)}

@@ -41,7 +41,7 @@ def check_drafts_for_options(speculation: str | None, drafts: Drafts | None, pre
         )
 
 
-def options_draw_beams(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
+def options_sample_beams(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
     """Whether beams are sampled: as the request says, or else as the engine says, unless that clashes.
 
     Args:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
-from vllm_trie.search.devices import NEVER, filled_for_search, search_numbers
+from vllm_trie.search.devices import NEVER, filled_for_search, search_arange
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
@@ -161,4 +161,4 @@ def _gathered_in_search(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.T
     """
     if of_rows.shape[1] == 1:
         return of_rows.expand(-1, parents.shape[1], *of_rows.shape[2:])
-    return of_rows[search_numbers(len(of_rows), of_rows.device)[:, None], parents.long()]
+    return of_rows[search_arange(len(of_rows), of_rows.device)[:, None], parents.long()]

@@ -115,7 +115,7 @@ def search_constant(values: tuple[int, ...], device: torch.device) -> torch.Tens
 
 
 @cached_search_tensors(1024)
-def search_numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
+def search_arange(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
     """0, 1, ... [count], capped at `last`. Cached, for counts that recur. Read-only."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
@@ -132,7 +132,7 @@ def uploaded_for_search(array: np.ndarray, device: torch.device) -> torch.Tensor
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
-def upload_for_search(array: np.ndarray, out: torch.Tensor) -> None:
+def copy_into_for_search(array: np.ndarray, out: torch.Tensor) -> None:
     """Copies an array into `out` without waiting; later changes of the array do not reach it."""
     on_host = torch.from_numpy(array)
     out.copy_(on_host.pin_memory() if out.is_cuda else on_host, non_blocking=True)
@@ -144,9 +144,9 @@ def uploaded_together_for_search(arrays: Sequence[np.ndarray], device: torch.dev
     packed = np.empty(starts[-1], dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):
         packed[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-    there = uploaded_for_search(packed, device)
+    on_device = uploaded_for_search(packed, device)
     return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, start in zip(arrays, starts.tolist(), strict=False)
     ]
 

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, filled_for_search, is_searched_on_host, search_numbers
+from vllm_trie.search.devices import NEVER, filled_for_search, is_searched_on_host, search_arange
 from vllm_trie.search.parts import CELLS, search_rows_near_at_hand
 
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
@@ -90,14 +90,14 @@ def rank_search_candidates(
         if among is not None:
             logprobs = _search_logprobs_reaching(logprobs + among.biases, among.least)
         total = (logprobs + scores[..., None]).flatten(1)
-        places = _first_search_keys(_search_order_keys(total, search_numbers(total.shape[1], total.device)), count)
+        places = _first_search_keys(_search_order_keys(total, search_arange(total.shape[1], total.device)), count)
         return SearchCandidates(places // vocab_size, places % vocab_size, total.gather(1, places))
     best = _best_of_search_tiles(logprobs, among)
-    keys = _search_order_keys((best + scores[..., None]).flatten(1), search_numbers(num_rows * per_row, best.device))
+    keys = _search_order_keys((best + scores[..., None]).flatten(1), search_arange(num_rows * per_row, best.device))
     tiles = _first_search_keys(keys, min(count, keys.shape[1]))
     rows, ends_in_tile = tiles // per_row, vocab_size % TILE > 0
     first = rows * vocab_size + tiles % per_row * TILE if ends_in_tile else tiles * TILE
-    places = first[..., None] + search_numbers(TILE, tiles.device)
+    places = first[..., None] + search_arange(TILE, tiles.device)
     of_tokens = _logprobs_of_search_tiles(logprobs, tiles, places)
     if among is not None or ends_in_tile:
         tokens = places - (rows * vocab_size)[..., None]
@@ -142,7 +142,7 @@ def _logprobs_of_search_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, place
     if vocab_size % TILE:
         return logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(places.shape)
     per_group = num_rows * vocab_size // TILE
-    of_all = tiles + search_numbers(num_groups, tiles.device)[:, None] * per_group
+    of_all = tiles + search_arange(num_groups, tiles.device)[:, None] * per_group
     return logprobs.reshape(-1, TILE).index_select(0, of_all.flatten()).view(places.shape)
 
 
@@ -190,10 +190,8 @@ def search_topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     in_tiles = _in_search_tiles(values)
     tiles = in_tiles.amax(dim=-1).topk(count, dim=-1).indices[..., None].expand(*values.shape[:-1], count, TILE)
     some = torch.cat([in_tiles.gather(-2, tiles).flatten(-2), values[..., rest:]], dim=-1)
-    tokens = (TILE * tiles + search_numbers(TILE, values.device)).flatten(-2)
-    tokens = torch.cat(
-        [tokens, search_numbers(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1
-    )
+    tokens = (TILE * tiles + search_arange(TILE, values.device)).flatten(-2)
+    tokens = torch.cat([tokens, search_arange(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1)
     best, places = some.topk(count, dim=-1)
     return best, tokens.gather(-1, places)
 
@@ -223,7 +221,7 @@ def choose_search_slots(parents: torch.Tensor, lives: torch.Tensor, width: int) 
     """
     (num_groups, count), device = parents.shape, parents.device
     never = count + 1  # later than the last that lives on, which is K if fewer than b do
-    born = torch.where(lives, search_numbers(count, device), filled_for_search((), never, device))
+    born = torch.where(lives, search_arange(count, device), filled_for_search((), never, device))
     first_child = filled_for_search((num_groups, width), never, device).scatter_reduce(1, parents, born, "amin")
     is_other = lives & (first_child.gather(1, parents) != born)
     last = torch.searchsorted(lives.cumsum(dim=1), filled_for_search((num_groups, 1), width, device))
@@ -241,5 +239,5 @@ def in_search_slots(
         return pick_search_candidates(candidates, chosen)
     has_beam = chosen < count
     parents, tokens, scores = pick_search_candidates(candidates, chosen.clamp(max=count - 1))
-    itself = search_numbers(width, chosen.device, num_rows - 1)
+    itself = search_arange(width, chosen.device, num_rows - 1)
     return SearchCandidates(torch.where(has_beam, parents, itself), tokens, scores.where(has_beam, NEVER))

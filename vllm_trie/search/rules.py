@@ -13,20 +13,20 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ItemConstraint
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
 from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
-from vllm_trie.search.devices import NEVER, search_numbers
+from vllm_trie.search.devices import NEVER, search_arange
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters, SearchPruning
 from vllm_trie.search.rank import SearchCandidates, choose_next_search_beams, pick_search_candidates
 from vllm_trie.search.step_result import SearchResultLayout, SearchStepResult
 from vllm_trie.search.token_tables import CPU
 
-Draw = tuple[int, int]  # seed and step of a group, which decide what is sampled
+SamplingKey = tuple[int, int]  # seed and step of a group, which decide what is sampled
 
 
 class SearchInputs(NamedTuple):
     """The inputs of a step besides logits and beams.
 
     Args:
-        draws: Seed and step of each group, if anything is sampled.
+        sampling_keys: Seed and step of each group, if anything is sampled.
         completes: Finds candidates that complete a stop string.
         select_next: `choose_next_search_beams`, or an equivalent for this device.
         boosts: [G, r or 1, V] float32, added to log-probabilities for ranking; filters do not see them.
@@ -34,7 +34,7 @@ class SearchInputs(NamedTuple):
         level: [V] int64, ascending: the tokens that logits are for, if not a whole vocabulary.
     """
 
-    draws: Sequence[Draw] = ()
+    sampling_keys: Sequence[SamplingKey] = ()
     completes: StopStringConstraint | None = None
     select_next: Callable[..., SearchCandidates[torch.Tensor]] = choose_next_search_beams
     boosts: torch.Tensor | None = None
@@ -245,5 +245,5 @@ def first_search_candidates(
 
 def search_continuations_by_row(tokens: torch.Tensor, scores: torch.Tensor) -> SearchCandidates[torch.Tensor]:
     """Continuations [G, r, k] of r rows as candidates [G, r * k]."""
-    parents = search_numbers(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
+    parents = search_arange(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
     return SearchCandidates(parents.flatten(1), tokens.flatten(1), scores.flatten(1))

@@ -28,7 +28,7 @@ def search_uniforms(seed: int, step: int, count: int) -> np.ndarray:
     return search_generator(seed, step).random(count)
 
 
-def draw_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def sample_search_tokens(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Samples tokens [G, r, k], each independently by the probabilities of its row, by inverting their running sum.
 
     Args:
@@ -68,7 +68,7 @@ def joint_search_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, fil
     return filter_search_logprobs(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 
 
-def draw_search_continuations(
+def sample_search_continuations(
     p: torch.Tensor, count: int, replacement: bool, rngs: Sequence[np.random.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples cells from the distribution of each group, [G, N], in the order of the device's stream.
@@ -93,9 +93,9 @@ def draw_search_continuations(
     return cells, values > NEVER
 
 
-def draw_search_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
-    """As `draw_search_continuations` for one group of [I, V], on the host, without impossible cells."""
-    cells, is_possible = draw_search_continuations(p.flatten()[None], count, replacement, [rng])
+def sample_search_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
+    """As `sample_search_continuations` for one group of [I, V], on the host, without impossible cells."""
+    cells, is_possible = sample_search_continuations(p.flatten()[None], count, replacement, [rng])
     return cells[is_possible].cpu().numpy()
 
 

@@ -11,7 +11,7 @@ import torch
 from vllm_trie.search import search_part_on_demand
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_arange
 from vllm_trie.search.filters import NO_PRUNING, SearchFilters
 from vllm_trie.search.parts import CELLS_NEAR, in_search_parts, search_rows_near_at_hand
 from vllm_trie.search.rank import search_topk
@@ -184,7 +184,7 @@ def _search_token_logprobs(
 
 def _search_token_ranks(logprobs: torch.Tensor, parents: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """[G, k], how many tokens of rows `parents` [G, k] are at least as probable as `own` [G, k]."""
-    groups = search_numbers(len(parents), own.device)[:, None]
+    groups = search_arange(len(parents), own.device)[:, None]
 
     def of_some(parents: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor]:
         return ((logprobs[groups, parents] >= own[..., None]).sum(dim=-1),)

@@ -49,7 +49,7 @@ class StepHypothesis:
         return self.finish_reason is not None
 
 
-class StepDraw(NamedTuple):
+class PlannedStep(NamedTuple):
     """One candidate to sample, or a lookahead after one.
 
     Args:

@@ -34,7 +34,7 @@ class _RunningStepSearch:
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round, by request id
 
     @property
-    def drawing(self) -> list[str]:
+    def unfinished(self) -> list[str]:
         """The requests of this round that have not finished."""
         return [candidate_id for candidate_id, output in self.outputs.items() if output is None]
 
@@ -61,10 +61,10 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
             call = arguments_to_vllm(original, engine, request_id, prompt, params, *args, **kwargs)
             request = open_step_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
         options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
-        self._draw(engine, _RunningStepSearch(request, options))
+        self._begin_round(engine, _RunningStepSearch(request, options))
         return request.own_id
 
-    def _draw(self, engine: LLMEngine, running: _RunningStepSearch) -> None:
+    def _begin_round(self, engine: LLMEngine, running: _RunningStepSearch) -> None:
         """Send the candidates of a round to the engine; if it refuses one, abort all of them."""
         running.outputs = {}
         try:
@@ -86,14 +86,14 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                 others.append(output)
                 continue
             running.outputs[output.request_id] = output
-            if not running.drawing:
+            if not running.unfinished:
                 sampled.append(self.waiting.pop(running.request.own_id))
         try:
             return [*others, *self._next_rounds(engine, sampled)]
         except BaseException:  # such as an interrupt by the user
             for running in sampled:
                 self.waiting.pop(running.request.own_id, None)
-                engine.abort_request(running.drawing)  # of searches that have begun another round
+                engine.abort_request(running.unfinished)  # of searches that have begun another round
                 _give_up_step_search(engine, running)
             raise
 
@@ -102,13 +102,13 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
         for own_id, running in list(self.waiting.items()):
             if names & {own_id, running.request.request_id, *running.outputs}:
                 del self.waiting[own_id]
-                engine.abort_request(running.drawing)
+                engine.abort_request(running.unfinished)
                 _give_up_step_search(engine, running)
         return []
 
     def num_more_outputs(self) -> int:
         """Outputs of searches minus the candidates that are being sampled."""
-        return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
+        return sum(search.request.params.n - len(search.unfinished) for search in self.waiting.values())
 
     def _next_rounds(self, engine: LLMEngine, sampled: list[_RunningStepSearch]) -> list[RequestOutput]:
         """Score sampled candidates, and begin the next rounds. Returns the answers of finished searches."""
@@ -118,7 +118,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                 if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
                     asking.append((running, candidates))
                 else:
-                    self._draw(engine, running)
+                    self._begin_round(engine, running)
             except Exception as error:  # of the engine, or a refusal: it ends only this search
                 answers.append(running.request.failure(error))
                 _release_step_search(engine, running)
@@ -129,7 +129,7 @@ class StepSearches(OfflineHook[_RunningStepSearch]):
                 if running.request.judge(scores):
                     answers.append(running.request.answer())
                 else:
-                    self._draw(engine, running)
+                    self._begin_round(engine, running)
             except Exception as error:  # of the scorer, or a refusal: it ends only this search
                 answers.append(running.request.failure(error))
             _release_step_search(engine, running)

@@ -18,14 +18,14 @@ from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.opening import open_step_request
 from vllm_trie.step_search.request import StepRequest
-from vllm_trie.step_search.sampled_steps import DrawAbortedError, DrawError
+from vllm_trie.step_search.sampled_steps import StepAbortedError, StepSamplingError
 from vllm_trie.step_search.scorers import HttpStepScorer, StepCandidate
 from vllm_trie.step_search.scores import checked_step_scores
 
 logger = init_logger("vllm.trie_beam.step_search")
 
 T = TypeVar("T")
-Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
+SampleCandidate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 class StepSearches(OnlineHook):
@@ -36,7 +36,7 @@ class StepSearches(OnlineHook):
 
     def generate(
         self,
-        original: Draw,
+        original: SampleCandidate,
         engine: AsyncLLM,
         prompt: Any,
         params: SamplingParams,
@@ -50,10 +50,10 @@ class StepSearches(OnlineHook):
             request = open_step_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
         options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 
-        def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
+        def sample_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
             return original(engine, prompt, params, candidate_id, *args, **options)
 
-        return self._search(engine, request, draw_candidate)
+        return self._search(engine, request, sample_candidate)
 
     def cancel(self, request_ids: Container[str] | None = None) -> None:
         """End the searches of these requests, or all searches."""
@@ -61,13 +61,15 @@ class StepSearches(OnlineHook):
             if request_ids is None or request_id in request_ids:
                 searching.cancel()
 
-    async def _search(self, engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
+    async def _search(
+        self, engine: AsyncLLM, request: StepRequest, sample: SampleCandidate
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The only output of a search. If its client disconnects or aborts it, its candidates are aborted.
 
         Raises:
             GenerationError: the scorer failed.
         """
-        searching = asyncio.ensure_future(_answer_to_step_draw(engine, request, draw))
+        searching = asyncio.ensure_future(_answer_of_step_search(engine, request, sample))
         self._running[searching] = request.request_id
         try:
             await asyncio.wait([searching])
@@ -80,13 +82,13 @@ class StepSearches(OnlineHook):
             await _release_online_step_search(engine, request)
 
 
-async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
+async def _answer_of_step_search(engine: AsyncLLM, request: StepRequest, sample: SampleCandidate) -> RequestOutput:
     is_over = False
     while not is_over:
         requests = await _step_search_in_thread(request.requests)
         try:
-            sampled = await _all_step_draws(
-                [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
+            sampled = await _all_sampled_steps(
+                [_last_step_output(sample(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
             )
         except GenerationError as error:
             if request.search.best_so_far(1) and is_refusal_of_paused_vllm(error):
@@ -95,7 +97,7 @@ async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Dra
         try:
             if candidates := request.take(sampled):
                 is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))
-        except DrawAbortedError:
+        except StepAbortedError:
             return request.aborted()
         except Exception as error:
             why = request.failure(error).outputs[0].stop_reason
@@ -119,9 +121,9 @@ async def _release_online_step_search(engine: AsyncLLM, request: StepRequest) ->
         await engine.engine_core.abort_requests_async(keys)
 
 
-async def _all_step_draws(drawing: list[Any]) -> list[RequestOutput]:
+async def _all_sampled_steps(outputs: list[Any]) -> list[RequestOutput]:
     """All outputs; if one fails, the others are cancelled, and its error is raised."""
-    tasks = [asyncio.ensure_future(one) for one in drawing]
+    tasks = [asyncio.ensure_future(one) for one in outputs]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -135,7 +137,7 @@ async def _last_step_output(outputs: AsyncGenerator[RequestOutput, None]) -> Req
     async for output in outputs:
         last = output
     if last is None:
-        raise DrawError("the engine returned no output")
+        raise StepSamplingError("the engine returned no output")
     return last
 
 

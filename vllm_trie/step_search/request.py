@@ -18,8 +18,8 @@ from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
 from vllm_trie.messages import FORK, ForkTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
 from vllm_trie.options.shown import shortened_option_refusal
-from vllm_trie.step_search.hypotheses import StepDraw, StepHypothesis
-from vllm_trie.step_search.sampled_steps import DrawAbortedError, DrawError, StepReader
+from vllm_trie.step_search.hypotheses import PlannedStep, StepHypothesis
+from vllm_trie.step_search.sampled_steps import StepAbortedError, StepReader, StepSamplingError
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.step_search.scores import ScorerError
 from vllm_trie.step_search.search import StepSearch
@@ -49,7 +49,7 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         self.own_id = f"steps-{random_uuid()}"  # prefix of the ids of its candidates
-        self._drawing: dict[str, StepDraw] = {}  # by request id, in order
+        self._planned: dict[str, PlannedStep] = {}  # by request id, in order
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
         self.first: RequestOutput | None = None  # the engine's first output
@@ -71,30 +71,30 @@ class StepRequest:
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
         """Prompt and parameters of the requests to run next, by id, in order."""
-        number, draws = self.search.num_rounds, self.search.draws()
-        self._drawing = {
-            f"{self.own_id}-{number}{'ahead' * draw.is_greedy}-{index}": draw for index, draw in enumerate(draws)
+        number, planned = self.search.num_rounds, self.search.plan()
+        self._planned = {
+            f"{self.own_id}-{number}{'ahead' * step.is_greedy}-{index}": step for index, step in enumerate(planned)
         }
         shared = _params_of_step_candidates(self.params)
-        return {id_: (self._prompt(draw), self._params(id_, draw, shared)) for id_, draw in self._drawing.items()}
+        return {id_: (self._prompt(step), self._params(id_, step, shared)) for id_, step in self._planned.items()}
 
-    def _prompt(self, draw: StepDraw) -> dict[str, Any]:
-        tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
+    def _prompt(self, step: PlannedStep) -> dict[str, Any]:
+        tokens = [*self.engine_input["prompt_token_ids"], *step.beam.token_ids]
         prompt = {**self.engine_input, "prompt_token_ids": tokens}
-        if draw.beam.steps:
+        if step.beam.steps:
             prompt.pop("prompt", None)
         return prompt
 
-    def _params(self, candidate_id: str, draw: StepDraw, shared: SamplingParams) -> SamplingParams:
+    def _params(self, candidate_id: str, step: PlannedStep, shared: SamplingParams) -> SamplingParams:
         params, stop = shared.clone(), list(self.params.stop or ())
-        parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
-        key = candidate_id if draw.stops_at_delimiter else None
+        parent = step.beam.notes[-1].candidate_id if step.beam.notes else None
+        key = candidate_id if step.stops_at_delimiter else None
         ticket = ForkTicketMessage(key, parent) if self.forks else ForkTicketMessage()
         params.extra_args = {**(params.extra_args or {}), FORK: ticket}
-        params.seed, params.max_tokens = draw.seed, draw.max_tokens
-        params.stop = [*stop, *(self.beam.step_stop or ())] if draw.stops_at_delimiter else stop
-        params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
-        if draw.is_greedy:
+        params.seed, params.max_tokens = step.seed, step.max_tokens
+        params.stop = [*stop, *(self.beam.step_stop or ())] if step.stops_at_delimiter else stop
+        params.include_stop_str_in_output = step.stops_at_delimiter or self.params.include_stop_str_in_output
+        if step.is_greedy:
             params.seed, params.temperature, params.top_p, params.top_k, params.min_p = None, 0.0, 1.0, 0, 0.0
         return params
 
@@ -121,13 +121,13 @@ class StepRequest:
             The candidates to score; none if further `requests` come first.
 
         Raises:
-            DrawError: a request did not finish.
+            StepSamplingError: a request did not finish.
         """
         self.first = self.first or outputs[0]
-        ended = list(zip(self._drawing.items(), outputs, strict=True))
+        ended = list(zip(self._planned.items(), outputs, strict=True))
         self._held.update(id_ for (id_, _), output in ended if isinstance(output.outputs[0].stop_reason, str))
-        sampled = [self.reader.step(id_, draw.beam, output) for (id_, draw), output in ended]
-        self._drawing = {}
+        sampled = [self.reader.step(id_, step.beam, output) for (id_, step), output in ended]
+        self._planned = {}
         return [
             StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished, lookahead)
             for c, lookahead in self.search.take(sampled)
@@ -145,7 +145,7 @@ class StepRequest:
     def end(self) -> None:
         """End the search; `take_released` then returns all keys."""
         self._is_over = True
-        self._held.update(self._drawing)
+        self._held.update(self._planned)
 
     def answer(self) -> RequestOutput:
         """The best `n` hypotheses, best first, or all if there are fewer."""
@@ -162,9 +162,9 @@ class StepRequest:
 
     def failure(self, error: Exception) -> RequestOutput:
         """End a failed search: `n` outputs with an error, whose stop reason is its cause; or `aborted`."""
-        if isinstance(error, DrawAbortedError):
+        if isinstance(error, StepAbortedError):
             return self.aborted()
-        why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, ScorerError | StepSamplingError) else f"{type(error).__name__}: {error}"
         return self._without_answer("error", shortened_option_refusal(why))
 
     def aborted(self) -> RequestOutput:

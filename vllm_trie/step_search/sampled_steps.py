@@ -24,11 +24,11 @@ class Note(NamedTuple):
     logprobs: Any  # None unless requested: they are many times as large as a step
 
 
-class DrawError(RuntimeError):
+class StepSamplingError(RuntimeError):
     """The engine did not sample a candidate."""
 
 
-class DrawAbortedError(DrawError):
+class StepAbortedError(StepSamplingError):
     """The request of a candidate was aborted, for example by a pause of the engine, and so its search."""
 
 
@@ -48,13 +48,13 @@ class StepReader:
         """The step that a candidate adds to a hypothesis.
 
         Raises:
-            DrawError: its request did not finish.
+            StepSamplingError: its request did not finish.
         """
         (sampled,) = output.outputs
         if sampled.finish_reason == "abort":
-            raise DrawAbortedError("the engine aborted a candidate")
+            raise StepAbortedError("the engine aborted a candidate")
         if sampled.finish_reason not in ("stop", "length"):
-            raise DrawError(f"the engine ended a candidate: {sampled.finish_reason}, {sampled.stop_reason}")
+            raise StepSamplingError(f"the engine ended a candidate: {sampled.finish_reason}, {sampled.stop_reason}")
         is_delimiter = isinstance(sampled.stop_reason, str) and sampled.stop_reason not in (self.params.stop or ())
         assert output.prompt_token_ids is not None
         context = search_text_context(output.prompt_token_ids, self._decode)
@@ -81,7 +81,7 @@ class StepReader:
         start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
         end, tokens = start + len(stop), step.token_ids
         lengths, whole = range(len(tokens), 0, -1), step.text[:end]
-        count = next(n for n in lengths if not self._text_behind(context, tokens[: n - 1]).startswith(whole))
+        count = next(n for n in lengths if not self._text_after(context, tokens[: n - 1]).startswith(whole))
         logprobs = step.note.logprobs[:count]
         sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
         is_included = self.params.include_stop_str_in_output
@@ -99,9 +99,9 @@ class StepReader:
         """The text of all its tokens: vLLM cuts it at the delimiter, but the last token may go beyond that."""
         stops_by_token = sampled.finish_reason == "stop" and not isinstance(sampled.stop_reason, str)
         is_cut = stops_by_token and not self.params.include_stop_str_in_output
-        return self._text_behind(context, sampled.token_ids[: len(sampled.token_ids) - is_cut])
+        return self._text_after(context, sampled.token_ids[: len(sampled.token_ids) - is_cut])
 
-    def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
+    def _text_after(self, context: Context, tokens: Sequence[int]) -> str:
         """The text of tokens that follow a context, without an incomplete last character."""
         before, text_before = context
         return search_text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)

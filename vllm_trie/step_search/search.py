@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_trie.step_search.allotment import allot_steps_by_score, allot_steps_evenly, steps_worth_their_kv
-from vllm_trie.step_search.hypotheses import SampledStep, StepDraw, StepHypothesis, StepQuestion, derived_step_seed
+from vllm_trie.step_search.hypotheses import PlannedStep, SampledStep, StepHypothesis, StepQuestion, derived_step_seed
 from vllm_trie.step_search.open_candidates import open_step_candidates
 from vllm_trie.step_search.rules import StepRules
 from vllm_trie.step_search.scores import checked_step_scores
@@ -23,7 +23,7 @@ from vllm_trie.step_search.scores import checked_step_scores
 
 @dataclass
 class StepSearch:
-    """One search. Each round: sample what `draws` asks for, `take` it, and `judge` the returned candidates, if any.
+    """One search. Each round: sample what `plan` asks for, `take` it, and `judge` the returned candidates, if any.
 
     Args:
         rules: Its rules.
@@ -35,7 +35,7 @@ class StepSearch:
     num_rounds: int = 0  # finished ones
     num_sampled: int = 0  # candidates
     candidates: list[StepHypothesis] = field(default_factory=list)  # of this round, not yet judged
-    _drawing: list[StepDraw] = field(default_factory=list)
+    _planned: list[PlannedStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._budget = self.rules.width * self.rules.candidates  # candidates of the next round
@@ -47,46 +47,48 @@ class StepSearch:
         """Candidates that did not go on but still may, best first."""
         return self._open.candidates
 
-    def draws(self) -> list[StepDraw]:
+    def plan(self) -> list[PlannedStep]:
         """What to sample next: lookaheads of this round's candidates, or the candidates of the next round.
 
         The latter are the first candidate of each beam, best beam first, then the second of each, and so on.
         """
         if not self.candidates:
-            self._drawing = self._next_candidates()
-            self.num_sampled += len(self._drawing)
-        return list(self._drawing)
+            self._planned = self._next_candidates()
+            self.num_sampled += len(self._planned)
+        return list(self._planned)
 
-    def _next_candidates(self) -> list[StepDraw]:
-        rules, draws = self.rules, list[StepDraw]()
+    def _next_candidates(self) -> list[PlannedStep]:
+        rules, planned = self.rules, list[PlannedStep]()
         is_last = rules.max_steps is not None and self.num_rounds + 1 >= rules.max_steps
         for nth in range(max(self._shares)):
             for beam in (beam for beam, share in zip(self.beams, self._shares, strict=True) if nth < share):
                 path = *beam.path, nth
                 left = rules.max_tokens - len(beam.token_ids)
-                draws.append(StepDraw(beam, path, derived_step_seed(rules.seed, path), left, not is_last))
-        return draws
+                planned.append(PlannedStep(beam, path, derived_step_seed(rules.seed, path), left, not is_last))
+        return planned
 
     def take(self, sampled: Sequence[SampledStep]) -> list[StepQuestion]:
-        """Take the sampled steps, in the order of `draws`.
+        """Take the sampled steps, in the order of `plan`.
 
         Returns:
-            The candidates to score, each text once; none if `draws` asks for their lookaheads first.
+            The candidates to score, each text once; none if `plan` asks for their lookaheads first.
         """
         if self.candidates:
-            lookaheads = {draw.path: step.text for draw, step in zip(self._drawing, sampled, strict=True)}
+            lookaheads = {planned.path: step.text for planned, step in zip(self._planned, sampled, strict=True)}
             return [StepQuestion(c, lookaheads.get(c.path, "")) for c in self.candidates]
-        extended = [draw.extended_by(step) for draw, step in zip(self._drawing, sampled, strict=True)]
+        extended = [planned.extended_by(step) for planned, step in zip(self._planned, sampled, strict=True)]
         if self.rules.allot == "rebase":
             self._budget -= sum(candidate.is_finished for candidate in extended)
         self.candidates = self._distinct(extended)
-        self._drawing = self._lookaheads()
-        return [] if self._drawing else [StepQuestion(c) for c in self.candidates]
+        self._planned = self._lookaheads()
+        return [] if self._planned else [StepQuestion(c) for c in self.candidates]
 
-    def _lookaheads(self) -> list[StepDraw]:
+    def _lookaheads(self) -> list[PlannedStep]:
         most, max_tokens = self.rules.lookahead, self.rules.max_tokens
         live = [c for c in self.candidates if most and not c.is_finished]
-        return [StepDraw(c, c.path, 0, min(most, max_tokens - len(c.token_ids)), False, is_greedy=True) for c in live]
+        return [
+            PlannedStep(c, c.path, 0, min(most, max_tokens - len(c.token_ids)), False, is_greedy=True) for c in live
+        ]
 
     def judge(self, scores: Iterable[Any]) -> bool:
         """Take the scores of the candidates that `take` returned. Returns whether the search is over.

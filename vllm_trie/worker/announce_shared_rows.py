@@ -8,8 +8,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.worker.attention.shared_rows import SHARES_BLOCKS, SharedRows, SharesAttentionPrefixes
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 def announce_shared_rows(

@@ -12,9 +12,9 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.kv.kv_moves import KVFork, kv_rows_of_groups
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, NextBeams, Rows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 class PipelineStages:

@@ -38,7 +38,7 @@ from vllm_trie.supported_engines import engine_has_logits_processors, plugin_con
 from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, runner_reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
-from vllm_trie.worker.expand import RunnerStepContext, expand
+from vllm_trie.worker.expand import expand
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_row_state
 from vllm_trie.worker.rows.rows import GroupRows, Rows
@@ -46,6 +46,7 @@ from vllm_trie.worker.rows.sub_batch import put_sampled_rows, scatter_row_logpro
 from vllm_trie.worker.select.narrow import NarrowSelectionHead, SelectionLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import RunnerSpeculation
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm_trie.worker.pipeline import PipelineStages
@@ -114,7 +115,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
             launches.worker_runs_kernels_on(self.device)
             and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         ):
-            graphs = launches.worker_module_for_gpus("worker.select.step_graphs")
+            graphs = launches.worker_module_for_gpus("worker.select.selection_graphs")
             copying = [self.output_copy_stream]
             if self.pp_handler is not None:
                 copying.append(self.pp_handler.broadcast_stream)
@@ -142,7 +143,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_attention_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if launches.worker_runs_kernels_on(self.device):
-            launches.worker_module_for_gpus("worker.startup.layer_bytes").tell_measured_layer_bytes(self)
+            launches.worker_module_for_gpus("worker.startup.layer_bytes").set_measured_layer_bytes(self)
             launches.worker_module_for_gpus("worker.startup.plain_step_graphs").capture_plain_step_graphs(
                 self.cudagraph_manager
             )

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import DecidedMessage
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

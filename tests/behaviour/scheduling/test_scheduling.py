@@ -43,7 +43,7 @@ def watch_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
 def unsent(engine: Engine) -> list[EngineCoreOutput]:
     """What waits to be sent."""
     outputs: dict[int, EngineCoreOutputs] = {}
-    engine.scheduler.outbox.empty_into(outputs, tells_finished=False)
+    engine.scheduler.outbox.empty_into(outputs, lists_finished=False)
     return [output for of_client in outputs.values() for output in of_client.outputs]
 
 

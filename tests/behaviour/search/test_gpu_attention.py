@@ -21,7 +21,7 @@ from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from vllm_trie.worker.attention import gpu_backend
 from vllm_trie.worker.attention.check_attention import check_demanded_attention_layers
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixAttentionBuilder, SharedPrefixAttentionImpl
-from vllm_trie.worker.startup.layer_bytes import tell_measured_layer_bytes
+from vllm_trie.worker.startup.layer_bytes import set_measured_layer_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -222,7 +222,7 @@ def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -
     """Summed over the groups of a step; with "on" wherever any are shared."""
     builder = builder_of(engine)
     ((group,),) = engine.runner.attn_groups
-    tell_measured_layer_bytes(engine.runner)
+    set_measured_layer_bytes(engine.runner)
     builder.layer_bytes = group.get_metadata_builder(0).layer_bytes
     assert builder.layer_bytes > 0
     assert builder.takes([(2, 32), (2, 0)], True) == [True, False]

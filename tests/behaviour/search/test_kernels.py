@@ -18,7 +18,7 @@ from vllm_trie import beam_params
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import TakeStep, in_groups, step
-from vllm_trie.worker.select.step_graphs import SelectionGraphs
+from vllm_trie.worker.select.selection_graphs import SelectionGraphs
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from tests.support.pairs import NOISE, Pair, speculating
 from tests.support.running import prompt_of, run
 from tests.support.sweep import sweep
 from vllm_trie import beam_params
-from vllm_trie.engine.speculation import Growing
+from vllm_trie.engine.speculation import DraftingCandidate
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_the_least_of_use_is_given_and_nothing_less(
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
         num_budgets = 0
 
-        def share(candidates: Sequence[Growing], output: Any, num_tokens: int, _: int, num_rows: int) -> None:
+        def share(candidates: Sequence[DraftingCandidate], output: Any, num_tokens: int, _: int, num_rows: int) -> None:
             nonlocal num_budgets
             share_out(candidates, output, num_tokens, spare_tokens, num_rows)
             num_budgets += sum(one.step.budget is not None for one in candidates)

@@ -15,8 +15,8 @@ from tests.support.reference import load
 from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import GroupRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from vllm_trie.speculation.search.rejection import (
     DraftAcceptanceRules,
     DraftRejectionResidual,
     accept_drafts,
-    draw_acceptable_drafts,
+    sample_acceptable_drafts,
 )
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
@@ -144,7 +144,7 @@ def test_where_rounding_alone_rejects_the_target_is_sampled_from(replacement: bo
 def test_drafts_of_the_target_itself_are_all_accepted(replacement: bool) -> None:
     p, _ = random_pair(0, (3, 50))
     for seed in range(20):
-        _, drafts = draw_acceptable_drafts(
+        _, drafts = sample_acceptable_drafts(
             p, DraftAcceptanceRules(6, 6, replacement=replacement), rng := search_generator(seed, 1)
         )
         verified = accept_drafts(p, p, drafts, 6, replacement, rng)
@@ -164,7 +164,7 @@ def test_a_draft_the_target_rules_out_is_replaced() -> None:
 def test_beams_are_no_more_than_there_are_possible_cells() -> None:
     p, q = torch.tensor([[0.7, 0.0, 0.3, 0.0]]).double(), torch.full((1, 4), 0.25).double()
     for seed in range(20):
-        _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(4, 4), rng := search_generator(seed, 1))
+        _, drafts = sample_acceptable_drafts(q, DraftAcceptanceRules(4, 4), rng := search_generator(seed, 1))
         verified = accept_drafts(p, q, drafts, 4, False, rng)
         assert sorted(verified.cells) == [0, 2]
         assert len(verified.drafts) == 2

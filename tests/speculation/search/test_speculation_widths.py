@@ -14,7 +14,7 @@ from vllm_trie.speculation.search.rejection import (
     accept_drafts,
     acceptable_draft_width,
     draft_acceptance_distribution,
-    draw_acceptable_drafts,
+    sample_acceptable_drafts,
 )
 
 
@@ -43,7 +43,7 @@ def test_the_number_accepted_in_a_large_vocabulary() -> None:
     counts, num_draws = np.zeros(7), 2000
     rng = search_generator(0, 1)
     for _ in range(num_draws):
-        _, drafts = draw_acceptable_drafts(q, DraftAcceptanceRules(6, 6, replacement=True), rng)
+        _, drafts = sample_acceptable_drafts(q, DraftAcceptanceRules(6, 6, replacement=True), rng)
         counts[(accept_drafts(p, q, drafts, 6, True, rng).drafts >= 0).sum()] += 1
     expected = num_draws * draft_acceptance_distribution(p, q, 6)
     chi_square = ((counts - expected) ** 2 / expected)[expected > 5].sum()

@@ -20,7 +20,7 @@ from vllm_trie.speculation.search.rejection import (
     Drafts,
     accept_draft_layers,
     accept_drafts,
-    draw_acceptable_drafts,
+    sample_acceptable_drafts,
 )
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
@@ -77,7 +77,7 @@ def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | No
         distribution.asked.clear()
         layers = list(
             accept_draft_layers(
-                [draw_acceptable_drafts(q, rules, rng := search_generator(seed, 0))], distribution, rules, rng
+                [sample_acceptable_drafts(q, rules, rng := search_generator(seed, 0))], distribution, rules, rng
             )
         )
         assert [len(layer.cells) for layer in layers] == widths[: len(layers)]
@@ -133,7 +133,7 @@ def iterated(
     forest, scores = [beams], [score(target, beam) for beam in beams]  # drafts go on from the target's scores
     layers: list[Drafts] = []
     for _ in range(2):
-        layers.append(draw_acceptable_drafts(distribution_of(draft, forest[-1], scores), rules, rng))
+        layers.append(sample_acceptable_drafts(distribution_of(draft, forest[-1], scores), rules, rng))
         forest.append(children(forest[-1], layers[-1].cells))
         parents = layers[-1].cells // TOKENS
         scores = [

@@ -55,7 +55,7 @@ def enumerated(p: torch.Tensor, q: torch.Tensor, top_k: int, replacement: bool) 
     def draw(left: torch.Tensor, count: int, replacement: bool, rng: Branches) -> np.ndarray:
         return rng.drafts(left, count, replacement).astype(np.int64)
 
-    with patch.object(rejection, "draw_search_cells", draw):
+    with patch.object(rejection, "sample_search_cells", draw):
         while paths:
             rng = Branches(paths.pop(), 2)
             drafts = rng.drafts(q, NUM_DRAFTS, replacement)

@@ -22,7 +22,8 @@ from vllm_trie.search.filters import SearchFilters
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
 from vllm_trie.search.rules import SearchPhase
 from vllm_trie.speculation.search.forest import Forest, Layer
-from vllm_trie.speculation.worker import best_drafts, unseen_forests
+from vllm_trie.speculation.worker import best_drafts, device_forests
+from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.forest_growth import forest_growth_layer
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep, add_forest_layer
@@ -31,7 +32,6 @@ from vllm_trie.speculation.worker.kernels import drafts
 from vllm_trie.speculation.worker.kernels import forest_growth as growth_kernels
 from vllm_trie.speculation.worker.kernels.forest_growth import SLOTS
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
-from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import WORD
 from vllm_trie.worker.rows.rows import BatchRows
@@ -235,7 +235,7 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
         most_slots: Wider forests kernels do not draft alone.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (best_drafts, unseen_forests):
+        for module in (best_drafts, device_forests):
             patch.setattr(module, "rank_drafts_after_nodes", rank)
         patch.setattr(drafts, "launch_best_drafts", best_of_rows)
         patch.setattr(growth_kernels, "SLOTS", (most_slots,))

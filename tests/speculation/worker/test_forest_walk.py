@@ -20,10 +20,10 @@ from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import forest_walk
+from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
-from vllm_trie.speculation.worker.forest_step import Found, add_forest_layer
+from vllm_trie.speculation.worker.forest_step import ForestOutcome, add_forest_layer
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
-from vllm_trie.speculation.worker.unseen_forests import DeviceForests
 from vllm_trie.worker import launches
 from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
@@ -154,7 +154,7 @@ def of_step(step: SearchStepResult) -> tuple[list[tuple[int, ...]], list[tuple[f
     return [beam if beam[2] > NEVER else () for beam in beams], [one for one in ended if one[2] > NEVER]
 
 
-def steps_of(found: Found) -> list[list[list[float]]]:
+def steps_of(found: ForestOutcome) -> list[list[list[float]]]:
     return [[field.tolist() for field in step[:3]] for step in found.steps]
 
 

@@ -52,7 +52,7 @@ def test_stages_of_a_pipeline_all_use_the_largest(monkeypatch: pytest.MonkeyPatc
     config = SimpleNamespace(model_config=model_config, parallel_config=None)
     groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
     runner: Any = SimpleNamespace(vllm_config=config, model=Model(), attn_groups=groups, use_pp=use_pp)
-    layer_bytes.tell_measured_layer_bytes(runner)
+    layer_bytes.set_measured_layer_bytes(runner)
     assert builder.layer_bytes == expected
 
 

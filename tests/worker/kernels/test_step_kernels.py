@@ -75,7 +75,7 @@ class Problem:
     def by_torch_of_the_same_sums(self) -> SearchStepResult:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
         logits = self.logits._replace(temperature=self.rules.filters.temperature)
-        rank_rows = tiles.KernelRowRanking(tiles.Wanted(1, 1), self.shape[2])
+        rank_rows = tiles.KernelRowRanking(tiles.RowRankingTask(1, 1), self.shape[2])
         ranked = rank_rows(tiles.launch_tile_maxima(logits), self.scores)
         highest, rest = ranked.of_rows.view(*self.shape[:2], 2, 1).unbind(2)
 

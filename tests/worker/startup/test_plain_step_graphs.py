@@ -101,7 +101,7 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)
     informed: list[BeamModelRunner] = []
-    monkeypatch.setattr(layer_bytes, "tell_measured_layer_bytes", informed.append)
+    monkeypatch.setattr(layer_bytes, "set_measured_layer_bytes", informed.append)
     runner.initialize_kv_cache(None, is_profiling=True)
     assert informed == [runner], "builders know how large layers are"
     assert dispatched(graphs, 3).cg_mode == CUDAGraphMode.FULL

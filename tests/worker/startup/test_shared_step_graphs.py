@@ -92,7 +92,7 @@ def test_a_runner_on_a_gpu_lists_them_when_its_kv_cache_is_there(monkeypatch: py
     monkeypatch.setattr(launches, "worker_runs_kernels_on", lambda _: True)
     for module, name in (
         (runner_module, "check_demanded_attention_layers"),
-        (layer_bytes, "tell_measured_layer_bytes"),
+        (layer_bytes, "set_measured_layer_bytes"),
         (plain_step_graphs, "capture_plain_step_graphs"),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)

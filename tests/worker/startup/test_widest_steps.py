@@ -42,8 +42,8 @@ from vllm_trie.speculation.worker.draft_memory import take_widest_draft_move
 from vllm_trie.worker.kv.kv_caches import ByToken, KVCaches
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.select import step_graphs
-from vllm_trie.worker.select.step_graphs import SelectionGraphs
+from vllm_trie.worker.select import selection_graphs
+from vllm_trie.worker.select.selection_graphs import SelectionGraphs
 from vllm_trie.worker.speculation import RunnerSpeculation
 from vllm_trie.worker.startup import widest_steps
 from vllm_trie.worker.startup.widest_steps import (
@@ -355,6 +355,6 @@ def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeyp
         monkeypatch.setattr(GPUModelRunner, "profile_run", lambda _: held.append(counter.held))
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()
         ProfiledRunner(NOWHERE).profile_run()
-    needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_COPIED + 8000 // step_graphs.LOGITS_OF_BYTE
-    needed += step_graphs.MOST_BYTES_WITHOUT_LOGITS + step_graphs.MOST_OWN_BYTES
+    needed = selection_graphs.BYTES_OF_LOGIT * selection_graphs.MOST_COPIED + 8000 // selection_graphs.LOGITS_OF_BYTE
+    needed += selection_graphs.MOST_BYTES_WITHOUT_LOGITS + selection_graphs.MOST_OWN_BYTES
     assert (held, counter.held) == ([1000 + needed, 1000], 0)

@@ -68,8 +68,8 @@ def to_served_sampling_params(
     _refuse_two_server_penalties(self)
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
-    draws_steps = xargs.get("unit") == "step"  # by vLLM's sampler
-    defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k in _DEFAULTS}
+    samples_steps = xargs.get("unit") == "step"  # by vLLM's sampler
+    defaults = {k: v for k, v in (default_sampling_params or {}).items() if samples_steps or k in _DEFAULTS}
     fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
         fields["echo"] = False  # otherwise vLLM derives prompt_logprobs from it
@@ -77,7 +77,7 @@ def to_served_sampling_params(
         params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
         params.skip_clone = False  # a long recording is several prompts with the same params object
-    if not draws_steps:  # a search by steps makes a request per candidate
+    if not samples_steps:  # a search by steps makes a request per candidate
         mark_as_server_request(params)
     return params
 

@@ -20,7 +20,7 @@ from vllm_trie.search.constraints.closed_nodes import (
     ClosedNodes,
 )
 from vllm_trie.search.constraints.constraint import ConstrainedContinuations, Constraint, ConstraintOutcomes
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers, uploaded_for_search
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_arange, uploaded_for_search
 from vllm_trie.search.parts import in_search_parts
 from vllm_trie.search.token_tables import MOST_TOKENS, search_token_columns
 
@@ -189,7 +189,7 @@ class ConstraintAlongItems(Constraint):
         of_item, node = places // trie.num_nodes * trie.num_nodes, places % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
         is_before = (places == NOT_STARTED)[..., None]
-        every = search_numbers(most, device)
+        every = search_arange(most, device)
         nodes = start + every.int()
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()

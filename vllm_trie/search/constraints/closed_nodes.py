@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import search_numbers, uploaded_for_search
+from vllm_trie.search.devices import search_arange, uploaded_for_search
 
 KIND_BITS = 2  # of a code, for what is closed at its node
 NO_ITEM_ENDS, NO_WAY_ON = 1, 2  # the item that ends at a node; the way to its children
@@ -97,7 +97,7 @@ class ClosedNodes:
     def kinds_of_children(self, parts: torch.Tensor, first_child: torch.Tensor, most: int) -> torch.Tensor:
         """[..., most] int8, what is closed at the `most` nodes from `first_child` [...] on."""
         first = (parts << PART_SHIFT) + (first_child << KIND_BITS)
-        place = torch.searchsorted(self.codes, first)[..., None] + search_numbers(
+        place = torch.searchsorted(self.codes, first)[..., None] + search_arange(
             min(self.most_together, most), first.device
         )
         code = self.codes[place.clamp_(max=len(self.codes) - 1)] - first[..., None]

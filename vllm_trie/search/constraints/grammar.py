@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, ConstraintSource
-from vllm_trie.search.devices import NEVER, is_searched_on_host, search_numbers
+from vllm_trie.search.devices import NEVER, is_searched_on_host, search_arange
 
 
 @dataclass(frozen=True)
@@ -46,5 +46,5 @@ def unpacked_constraint_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tenso
     if is_searched_on_host(bits.device):  # numpy takes a fortieth of torch's time
         unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
         return torch.from_numpy(unpacked.view(bool))
-    bit = 1 << search_numbers(8, bits.device).byte()
+    bit = 1 << search_arange(8, bits.device).byte()
     return (bits.view(torch.uint8)[..., None] & bit).ne(0).flatten(-2)[..., :vocab_size]

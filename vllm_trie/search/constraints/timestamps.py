@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.devices import NEVER, search_numbers
+from vllm_trie.search.devices import NEVER, search_arange
 
 # What a hypothesis ends with: nothing, text, a timestamp that starts a segment, or one that ends a segment.
 EMPTY, TEXT, START, END = KINDS = range(4)
@@ -69,7 +69,7 @@ class TimestampConstraint(Constraint):
         """See `Constraint`."""
         logprobs, states, first = logprobs.clone(), states[..., None], self.no_timestamps + 1
         text, special, timestamps = logprobs[..., : self.eos], logprobs[..., self.eos : first], logprobs[..., first:]
-        kinds, indices = states % len(KINDS), search_numbers(timestamps.shape[-1], logprobs.device)
+        kinds, indices = states % len(KINDS), search_arange(timestamps.shape[-1], logprobs.device)
         special[..., -1] = NEVER
         timestamps.masked_fill_(~self._may_be(indices, states), NEVER)
         best_text = text.amax(dim=-1, keepdim=True).masked_fill(kinds == END, NEVER)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams
-from vllm_trie.search.devices import NEVER, search_numbers
+from vllm_trie.search.devices import NEVER, search_arange
 from vllm_trie.search.rank import SearchCandidates, choose_search_slots, in_search_slots
 from vllm_trie.search.rules import (
     SearchDecision,
@@ -24,7 +24,7 @@ from vllm_trie.search.rules import (
     search_candidates_ended,
     search_candidates_stopping,
 )
-from vllm_trie.search.sampling import draw_search_continuations, joint_search_probabilities, search_generator
+from vllm_trie.search.sampling import joint_search_probabilities, sample_search_continuations, search_generator
 from vllm_trie.search.step_result import SearchStepResult, SearchTokenLogprobs
 
 
@@ -59,8 +59,8 @@ class JointSamplingStrategy(_JointSamplingStrategy, SearchStrategy):
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         p = joint_search_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
-        rngs = [search_generator(*draw) for draw in inputs.draws]
-        sampled = draw_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
+        rngs = [search_generator(*key) for key in inputs.sampling_keys]
+        sampled = sample_search_continuations(p.flatten(1), rules.width, self.replacement, rngs)
         found = _sampled_strategy_continuations(logprobs, beams.scores, *sampled)
         stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
         by_slot = inputs.select_next(found, search_candidates_alive(found, stops), rules.width, beams.scores.shape[1])
@@ -88,12 +88,12 @@ def take_strategy_cells(
     """
     num_sampled = len(cells)
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_sampled))[None]
-    is_possible = search_numbers(rules.width, cells.device) < num_sampled
+    is_possible = search_arange(rules.width, cells.device) < num_sampled
     found = _sampled_strategy_continuations(logprobs[None], scores[None], cells, is_possible)
     stops = search_candidates_stopping(rules, found, inputs.completes, logprobs.shape[-1])
     chosen = choose_search_slots(found.parents, search_candidates_alive(found, stops), rules.width)
     step = SearchStepResult(*in_search_slots(found, chosen, len(scores)), search_candidates_ended(rules, found, stops))
-    takes = chosen[0, :, None] == search_numbers(num_sampled, cells.device)  # [b, K]
+    takes = chosen[0, :, None] == search_arange(num_sampled, cells.device)  # [b, K]
     slots = torch.where(takes.any(dim=0), takes.int().argmax(dim=0), -1)
     return SearchDecision(step, logprobs[None]), slots
 

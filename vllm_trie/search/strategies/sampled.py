@@ -19,7 +19,7 @@ from vllm_trie.search.rules import (
     search_candidates_stopping,
     search_continuations_by_row,
 )
-from vllm_trie.search.sampling import draw_search_tokens, search_uniforms
+from vllm_trie.search.sampling import sample_search_tokens, search_uniforms
 from vllm_trie.search.step_result import SearchStepResult
 
 
@@ -35,9 +35,9 @@ class RowSamplingStrategy(SearchStrategy):
     ) -> SearchDecision:
         """See `SearchStrategy`."""
         num_groups, num_rows, vocab_size = logprobs.shape
-        chances = np.stack([search_uniforms(*seeds, rules.width) for seeds in inputs.draws])
+        chances = np.stack([search_uniforms(*key, rules.width) for key in inputs.sampling_keys])
         allowed = filtered_search_logprobs(beams.narrow(logprobs), rules.filters, vocab_size)
-        tokens = draw_search_tokens(
+        tokens = sample_search_tokens(
             allowed, uploaded_for_search(chances, logprobs.device).view(num_groups, num_rows, -1)
         )
         sampled = search_continuations_by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])

@@ -46,8 +46,8 @@ class StochasticStrategy(SearchStrategy):
         (allowed,) = in_search_parts(logprobs.shape, of_rows, logprobs, beams)
         before = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
         steps = [
-            stochastic_search_step(own, noise, of_rows, rules.width, search_generator(*draw))
-            for own, noise, of_rows, draw in zip(scores, before, allowed, inputs.draws, strict=True)
+            stochastic_search_step(own, noise, of_rows, rules.width, search_generator(*key))
+            for own, noise, of_rows, key in zip(scores, before, allowed, inputs.sampling_keys, strict=True)
         ]
         cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
         noisy = noisy.float()

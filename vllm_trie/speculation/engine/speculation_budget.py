@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_trie.engine.group import BeamGroup, BeamGroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.speculation import Growing, SchedulerBudgets
+from vllm_trie.engine.speculation import DraftingCandidate, SchedulerBudgets
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DecidedMessage, DraftedMessage, SpeculationBudget
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import options_speculate
@@ -44,7 +44,12 @@ class SpeculationBudgets(SchedulerBudgets):
         return GroupForests(params, width) if options_speculate(params) else BeamGroupForests()
 
     def share_out(
-        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int, num_rows: int
+        self,
+        candidates: Sequence[DraftingCandidate],
+        output: SchedulerOutput,
+        num_tokens: int,
+        spare_tokens: int,
+        num_rows: int,
     ) -> None:
         """Gives each group that speculates an equal share; what one cannot use is left to the groups after it."""
         speculating = [one for one in candidates if _group_may_speculate(one.group, 0)]
@@ -59,7 +64,7 @@ class SpeculationBudgets(SchedulerBudgets):
         if output.num_scheduled_tokens:  # otherwise vLLM only waits for results
             self.adaptive.scheduled(num_tokens, is_steady)
 
-    def _size(self, candidate: Growing, num_tokens: int) -> ForestSize:
+    def _size(self, candidate: DraftingCandidate, num_tokens: int) -> ForestSize:
         """The size of the forest that a group may draft; without layers it takes a plain step."""
         group, request, _ = candidate
         forests = _group_forests_of(group)
@@ -71,7 +76,7 @@ class SpeculationBudgets(SchedulerBudgets):
         return size
 
     def _share_out(
-        self, candidates: Sequence[Growing], sizes: Sequence[ForestSize], spare_tokens: int, num_kept: int
+        self, candidates: Sequence[DraftingCandidate], sizes: Sequence[ForestSize], spare_tokens: int, num_kept: int
     ) -> None:
         for position, ((group, request, step), size) in enumerate(zip(candidates, sizes, strict=True)):
             num_layers, draft_width = size

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.filters import search_running_sum
-from vllm_trie.search.sampling import draw_search_cells
+from vllm_trie.search.sampling import sample_search_cells
 
 NEGLIGIBLE = 1e-12  # a probability this small is rounding
 
@@ -56,9 +56,9 @@ class AcceptedLayer(NamedTuple):
         return bool((self.drafts >= 0).all())
 
 
-def draw_acceptable_drafts(q: torch.Tensor, rules: DraftAcceptanceRules, rng: np.random.Generator) -> Drafts:
+def sample_acceptable_drafts(q: torch.Tensor, rules: DraftAcceptanceRules, rng: np.random.Generator) -> Drafts:
     """Samples a layer of drafts from exactly the distribution they will be verified against."""
-    return Drafts(q, draw_search_cells(q, rules.draft_width, rules.replacement, rng))
+    return Drafts(q, sample_search_cells(q, rules.draft_width, rules.replacement, rng))
 
 
 def accept_draft_layers(
@@ -90,7 +90,7 @@ def accept_draft_layers(
         yield verified
         if not verified.is_complete:
             return
-    cells = draw_search_cells(distribution(verified), width, rules.replacement, rng)
+    cells = sample_search_cells(distribution(verified), width, rules.replacement, rng)
     if len(cells):
         yield AcceptedLayer(cells, np.full(len(cells), -1))
 
@@ -124,9 +124,9 @@ def accept_drafts(
             residual.reject(draft.left)
     num_filled = width - len(cells)
     if num_filled and not residual.is_empty:
-        first = draw_search_cells(residual.distribution, 1, replacement, rng)
+        first = sample_search_cells(residual.distribution, 1, replacement, rng)
         residual.accept(first, drafts)
-        cells += [*first, *draw_search_cells(residual.distribution, num_filled - 1, replacement, rng)]
+        cells += [*first, *sample_search_cells(residual.distribution, num_filled - 1, replacement, rng)]
     accepted += [-1] * (len(cells) - len(accepted))
     return AcceptedLayer(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
@@ -154,7 +154,7 @@ def accept_drafts_by_rank(
     accepted = ((of_drafts >= least) & (of_drafts > 0)).nonzero().flatten().cpu().numpy()[:width]
     cells = drafts[accepted]
     left = target if replacement else target.index_fill(0, torch.from_numpy(cells).to(p.device), 0.0)
-    filled = draw_search_cells(left, width - len(cells), replacement, rng)
+    filled = sample_search_cells(left, width - len(cells), replacement, rng)
     return AcceptedLayer(np.concatenate([cells, filled]), np.concatenate([accepted, np.full(len(filled), -1)]))
 
 

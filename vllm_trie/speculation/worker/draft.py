@@ -23,10 +23,10 @@ from vllm_trie.speculation.worker.roots import ForestRoots
 from vllm_trie.speculation.worker.sampled_forest import SampledForestStep
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rank_check import WorkerRankCheck
 from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.step_context import RunnerStepContext
 
 Forests = dict[str, ForestStep]  # by group
 # By strategy; the others have a `SearchedForestStep`.

@@ -104,15 +104,15 @@ class DraftBatch:
         tokens = np.fromiter((token for row in self.tokens for token in row), dtype=np.int32)
         slots, positions = self._slots(search_spans(starts, lengths), block_sizes), np.array(self.positions)
         of_batch = [tokens, positions, slots, query_starts, ends, np.array(self.wanted, np.int64)]
-        there = uploaded_together_for_search([*of_batch, *self.tables], device)
-        token_ids, of_tokens, slot_mappings, starts_there, ends_there, wanted = there[: len(of_batch)]
+        uploaded = uploaded_together_for_search([*of_batch, *self.tables], device)
+        token_ids, of_tokens, slot_mappings, starts_on_device, ends_on_device, wanted = uploaded[: len(of_batch)]
 
         def slots_before(number: int) -> torch.Tensor:
             parents = np.array(self.parents)
             before = self._slots(np.maximum(parents, 0), block_sizes)[number]
             return uploaded_for_search(np.where(parents < 0, -1, before), device)
 
-        of_rows = starts_there, ends_there, there[len(of_batch) :]
+        of_rows = starts_on_device, ends_on_device, uploaded[len(of_batch) :]
         on_host = query_starts, ends
         return DraftInputs(token_ids, of_tokens, slot_mappings, *of_rows, *on_host, wanted, slots_before, self.sharing)
 

@@ -18,8 +18,8 @@ from vllm_trie.speculation.search.draft_lookup import DraftPaths, DraftPromptInd
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import GroupRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 MOST_OF_BEAM = 4  # different continuations of a beam
 NO_TOKEN = -1

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 
 from vllm_trie.search.devices import is_searched_on_host
+from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.draft_batch import DraftBatch
 from vllm_trie.speculation.worker.draft_model import DraftModel
 from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
 from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
 from vllm_trie.speculation.worker.searched_forest import SearchedForestStep
-from vllm_trie.speculation.worker.unseen_forests import DeviceForests
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.rows.rows import GroupRows
+from vllm_trie.worker.step_context import RunnerStepContext
 
 
 class ModelDrafter(Drafter):

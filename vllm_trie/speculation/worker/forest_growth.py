@@ -2,7 +2,7 @@
 
 `speculation.search.forest.draft_forest_layer` defines what is drafted, `forest_step.ForestStep` which blocks rows take.
 Here both are done without the host, which only knows how many nodes a layer may have. `kernels.forest_growth` has the
-same as kernels; `unseen_forests` calls either.
+same as kernels; `device_forests` calls either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, search_numbers, uploaded_together_for_search
+from vllm_trie.search.devices import NEVER, search_arange, uploaded_together_for_search
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.worker.attention.shared_rows import WORD
 
@@ -146,9 +146,9 @@ def plant_forests(
             reached[number, own] = table.shape[1] - 1 - has_block[:, ::-1].argmax(axis=1)
             spare[number, plan.place, : len(blocks)] = blocks[::-1]
     state = words, scores, ends, masks, slots, counts, totals, reached, spare
-    words_there, *there = uploaded_together_for_search([*state, *more_arrays], device)
-    parts = _growth_parts_of(words_there, num_nodes, tables.shape)
-    return GrowingForests(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
+    words_on_device, *uploaded = uploaded_together_for_search([*state, *more_arrays], device)
+    parts = _growth_parts_of(words_on_device, num_nodes, tables.shape)
+    return GrowingForests(words_on_device, *parts, *uploaded[: len(state) - 1]), uploaded[len(state) - 1 :]
 
 
 def _growth_parts_of(words: Any, num_nodes: int, of_tables: tuple[int, ...]) -> tuple[Any, Any, Any]:
@@ -182,7 +182,7 @@ def draft_growing_layer(
     is_narrow = (by_rank // logprobs.shape[1] < totals[NUM_NARROW]) & (scores[by_rank] > NEVER)
     is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams
     chosen = by_rank[is_narrow.logical_not().byte().argsort(stable=True)][: part.size]
-    own, ranks = slice(part.first, part.first + len(chosen)), search_numbers(len(chosen), scores.device)
+    own, ranks = slice(part.first, part.first + len(chosen)), search_arange(len(chosen), scores.device)
     exists = (scores[chosen] > NEVER) & (ranks < plan.forest_step.num_open(number) - totals[NUM_DRAFTS])
     growing.parents[own] = (chosen // logprobs.shape[1]).where(exists, NO_NODE).int()
     growing.tokens[own] = tokens.flatten()[chosen].where(exists, 0).int()
@@ -210,11 +210,11 @@ def place_growing_layer(
     is_before = ((of_nodes[:, None] == of_nodes) & exists).tril(-1)
     places = (growing.counts[of_nodes] + is_before.sum(1)).where(exists, 0)
     growing.counts.index_add_(0, of_nodes, exists.int())
-    words = search_numbers(growing.masks.shape[1], places.device)
+    words = search_arange(growing.masks.shape[1], places.device)
     bits = (torch.ones_like(places) << places % WORD)[:, None].where(words == (places // WORD)[:, None], 0)
     growing.masks[own] = growing.masks[parents].where(exists[:, None], 0) | bits
     growing.rows[own], growing.ends[own] = of_nodes.int(), (start + 1 + places).int()
-    columns = search_numbers(growing.tables.shape[2], places.device)
+    columns = search_arange(growing.tables.shape[2], places.device)
     for group, block_size in enumerate(block_sizes):
         taken, reached = growing.totals[plan.place, NUM_TAKEN + group], growing.reached[group, rows]
         needed = ((start + growing.counts[rows] - 1) // block_size - reached).clamp(min=0)

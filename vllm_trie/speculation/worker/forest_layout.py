@@ -30,7 +30,7 @@ class TargetInputs(NamedTuple):
     slots: torch.Tensor  # [KV cache groups, tokens or more] int64
 
 
-class Laid(NamedTuple):
+class ForestPlaces(NamedTuple):
     """T tokens of G forests, as many of each as it may have nodes, one forest after the other.
 
     A node is known by its place among the S entries of its forest, the roots first.
@@ -61,7 +61,7 @@ def forest_layout_of(plans: Sequence[ForestGrowthPlan]) -> np.ndarray:
 
 
 def lay_out_forest(
-    growing: GrowingForests, plan: ForestGrowthPlan, first: int, inputs: TargetInputs, laid: Laid
+    growing: GrowingForests, plan: ForestGrowthPlan, first: int, inputs: TargetInputs, laid: ForestPlaces
 ) -> None:
     """Lays out one forest.
 
@@ -76,7 +76,7 @@ def lay_out_forest(
     depths, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
     before = np.append(0, starts)[depths]  # where the previous layer of each node begins among the forest's entries
     of_nodes = search_spans(np.array([part.first for part in plan.parts]), np.array(sizes)), start + depths, before
-    at, positions, before_there = uploaded_for_search(np.stack(of_nodes).astype(np.int64), device)
+    at, positions, before = uploaded_for_search(np.stack(of_nodes).astype(np.int64), device)
     parents, tokens, num_roots = growing.parents[at].long(), growing.tokens[at], sizes[0]
     is_draft = parents != NO_NODE
     is_node = is_draft.clone()
@@ -91,5 +91,5 @@ def lay_out_forest(
     laid.ends[own], laid.masks[own] = growing.ends[nodes], growing.masks[nodes]
     keys, logits = laid.keys[plan.place], laid.at[plan.place]
     keys[len(at) :], logits[:] = NO_CHILD, laid.logits[first]
-    keys[: len(at)] = ((before_there + parents) * PARENT_UNIT + tokens).where(is_draft, NO_CHILD)
+    keys[: len(at)] = ((before + parents) * PARENT_UNIT + tokens).where(is_draft, NO_CHILD)
     logits[chosen] = laid.logits[own]

@@ -24,7 +24,7 @@ from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 NO_BLOCK = 0  # vLLM's null block, which nobody reads
 
 
-class Found(NamedTuple):
+class ForestOutcome(NamedTuple):
     """The outcome of a forest."""
 
     steps: list[SearchStepResult[np.ndarray]]
@@ -136,7 +136,7 @@ class ForestStep:
         raise NotImplementedError
 
     @classmethod
-    def search(cls, nodes: Sequence[Any]) -> list[Found]:
+    def search(cls, nodes: Sequence[Any]) -> list[ForestOutcome]:
         """Takes search steps of some groups, as many as their `forest_nodes.VerifiedForestNodes` allow."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams, gather_search_states
-from vllm_trie.search.devices import filled_for_search, is_searched_on_host, search_numbers, uploaded_for_search
+from vllm_trie.search.devices import filled_for_search, is_searched_on_host, search_arange, uploaded_for_search
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step import take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
@@ -27,7 +27,7 @@ from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.rows.rows import beams_of_rows
 
 
-class Walked(NamedTuple):
+class WalkStep(NamedTuple):
     """One step of a walk, of G groups."""
 
     taken: PackedSearchStep
@@ -45,7 +45,7 @@ class VerifyingWalk:
 
     def __init__(self, nodes: Sequence[VerifiedForestNodes]) -> None:
         self.nodes = nodes
-        self.steps: list[Walked] = []  # taken so far
+        self.steps: list[WalkStep] = []  # taken so far
         self._values = nodes[0].values
         self._grown = [of_group.forest_step.grown for of_group in nodes if of_group.forest_step.grown is not None]
         self._keys, self._known, self._at = self._children()  # [G, N] each
@@ -76,13 +76,13 @@ class VerifyingWalk:
         """Takes the steps, one after the other."""
         groups = [of_group.forest_step.group for of_group in self.nodes]
         beams, width = beams_of_rows(groups), len(groups[0].row_ids)
-        nodes = search_numbers(width, self.device).expand(len(groups), width)
+        nodes = search_arange(width, self.device).expand(len(groups), width)
         num_layers = max(of_group.forest_step.num_layers for of_group in self.nodes)
         all_rules = self.nodes[0].rules[: 1 + num_layers]
         for rules in all_rules:
             beams = self._at_nodes(beams, nodes)
             taken = self._take(rules, nodes, beams)
-            self.steps.append(Walked(taken, beams.after(taken.going)))
+            self.steps.append(WalkStep(taken, beams.after(taken.going)))
             yield taken
             if rules.is_last or len(self.steps) == len(all_rules):
                 return
@@ -102,7 +102,7 @@ class VerifyingWalk:
             if take := kernels.select_by_kernels(rules, KernelStepSizes.of(beams, self._values.shape[1])):
                 nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
                 which = kernels.KernelLogits.of(self._values, at, rules.stops)
-                return take(which, beams, search_numbers(len(at), device), nowhere)
+                return take(which, beams, search_arange(len(at), device), nowhere)
         inputs = self.nodes[0].inputs(rules, cache(lambda: self._numbers(nodes[0])))
         return take_packed_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
 

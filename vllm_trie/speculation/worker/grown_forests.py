@@ -15,7 +15,7 @@ from vllm_trie.search import search_spans
 from vllm_trie.search.devices import SearchCopyToHost, uploaded_for_search, uploaded_together_for_search
 from vllm_trie.speculation.search.forest import ROOT, Forest
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestGrowthPlan, GrowingForests, grown_forests_on_host
-from vllm_trie.speculation.worker.forest_layout import Laid, TargetInputs, lay_out_forest
+from vllm_trie.speculation.worker.forest_layout import ForestPlaces, TargetInputs, lay_out_forest
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees
@@ -41,7 +41,7 @@ class GrownForests:
     ) -> None:
         self.plans, self._growing, self._layout, self._new_blocks = plans, growing, layout, new_blocks
         self._words = SearchCopyToHost(growing.words)
-        self.laid: Laid | None = None  # once there is a batch
+        self.laid: ForestPlaces | None = None  # once there is a batch
         first = 0
         for plan in plans:
             plan.forest_step.grown = GrownForest(self, plan, first)
@@ -53,7 +53,7 @@ class GrownForests:
             if len(rows):
                 table[slots, columns] = grown[rows, columns]
 
-    def lay(self, rows: BatchRows) -> Laid:
+    def lay(self, rows: BatchRows) -> ForestPlaces:
         """Where the nodes are in the batch of these rows, as far as the host knows. `place` fills in the rest."""
         if self.laid is None:
             forest_steps, batch = [plan.forest_step for plan in self.plans], rows.batch
@@ -68,11 +68,11 @@ class GrownForests:
             )
         return self.laid
 
-    def _room(self, tokens: torch.Tensor, logits: torch.Tensor, places: torch.Tensor) -> Laid:
+    def _room(self, tokens: torch.Tensor, logits: torch.Tensor, places: torch.Tensor) -> ForestPlaces:
         masks, num_places = self._growing.masks, 1 + max(sum(plan.sizes) for plan in self.plans)
         rows, ends = masks.new_empty(2, len(tokens), dtype=torch.int32)
         keys, at = masks.new_empty(2, len(self.plans), num_places)
-        return Laid(tokens, logits, places, rows, ends, masks.new_empty(len(tokens), masks.shape[1]), keys, at)
+        return ForestPlaces(tokens, logits, places, rows, ends, masks.new_empty(len(tokens), masks.shape[1]), keys, at)
 
     def place(self, rows: BatchRows, slot_mappings: torch.Tensor) -> None:
         """Writes the nodes to where the target reads its inputs.
@@ -111,7 +111,9 @@ class GrownForest:
     def __init__(self, forests: GrownForests, plan: ForestGrowthPlan, first: int) -> None:
         self.forests, self._plan, self.place = forests, plan, plan.place
         self.tokens = slice(first, first + plan.num_tokens)
-        self.nodes = np.zeros(0, np.int64)  # [nodes], once they are read: the place of each, see `forest_layout.Laid`
+        self.nodes = np.zeros(
+            0, np.int64
+        )  # [nodes], once they are read: the place of each, see `forest_layout.ForestPlaces`
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +152,7 @@ def forests_grown_together(forest_steps: Iterable[ForestStep]) -> GrownForests |
 def children_in_grown_forests(grown: Sequence[GrownForest], at: np.ndarray | None = None) -> tuple[torch.Tensor, ...]:
     """The keys of some forests' drafts in order, the nodes with these keys, and which logits follow each node.
 
-    [G, places] int64 each, see `forest_layout.Laid`.
+    [G, places] int64 each, see `forest_layout.ForestPlaces`.
 
     Args:
         grown: The forests.

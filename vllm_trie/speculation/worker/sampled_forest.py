@@ -25,10 +25,10 @@ from vllm_trie.speculation.search.rejection import (
     DraftAcceptanceRules,
     Drafts,
     accept_draft_layers,
-    draw_acceptable_drafts,
+    sample_acceptable_drafts,
 )
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
-from vllm_trie.speculation.worker.forest_step import ForestStep, Found
+from vllm_trie.speculation.worker.forest_step import ForestOutcome, ForestStep
 
 NO_SLOT = NO_NODE = -1
 
@@ -46,8 +46,8 @@ class SampledForestStep(ForestStep):
     def __post_init__(self) -> None:
         ForestStep.__post_init__(self)
         assert isinstance(self.rules[0].strategy, JointSamplingStrategy)
-        assert self.step.draw is not None
-        self.strategy, self.rng = self.rules[0].strategy, search_generator(*self.step.draw)
+        assert self.step.sampling_key is not None
+        self.strategy, self.rng = self.rules[0].strategy, search_generator(*self.step.sampling_key)
         self.scores = self.group.beams.compete_by[0]
 
     @classmethod
@@ -70,9 +70,9 @@ class SampledForestStep(ForestStep):
         """See `ForestStep`."""
         for forest_step, rows in growing:
             assert isinstance(forest_step, SampledForestStep)
-            forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
+            forest_step.sample_layer(logits[int(rows[0]) : int(rows[-1]) + 1], number)
 
-    def draw(self, logits: torch.Tensor, number: int) -> None:
+    def sample_layer(self, logits: torch.Tensor, number: int) -> None:
         """Samples layer `number` from the draft model's logits [nodes, V] after nodes where no hypothesis ends."""
         rules = self.rules[number - 1]
         before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
@@ -81,7 +81,7 @@ class SampledForestStep(ForestStep):
         every = logits.new_zeros(len(before), vocab_size).index_copy(0, alive, logits)
         beams = self.beams_at([max(node, 0) for node in before], SearchBeams(scores[None]))
         (q,), (logprobs,) = joint_search_distribution(rules._replace(is_controlled=False), every[None], beams)
-        drafts = draw_acceptable_drafts(q, self.draft_rules, self.rng)
+        drafts = sample_acceptable_drafts(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         sampled = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
         nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in sampled]
@@ -93,7 +93,7 @@ class SampledForestStep(ForestStep):
         self.nodes_of_drafts.append(nodes)
 
     @classmethod
-    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[Found]:
+    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[ForestOutcome]:
         """See `ForestStep`. Waits for the device in every step of every group."""
         found = []
         for of_group in nodes:
@@ -101,7 +101,7 @@ class SampledForestStep(ForestStep):
             found.append(of_group.forest_step.verify(of_group))
         return found
 
-    def verify(self, nodes: VerifiedForestNodes) -> Found:
+    def verify(self, nodes: VerifiedForestNodes) -> ForestOutcome:
         """Layers distributed as beam sampling's, until one was not fully drafted."""
         steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
@@ -150,7 +150,7 @@ class SampledForestStep(ForestStep):
             accepted.append(0)
         kept = self.strategy.going_on(newest)
         newest_tokens = kept.tokens[0].long()
-        return Found(
+        return ForestOutcome(
             [*steps[:-1], self.strategy.going_on(steps[-1])],
             beams[: len(steps)],
             accepted,

@@ -13,7 +13,7 @@ from vllm_trie.search.step_result import SearchStepResult, unpack_search_steps
 from vllm_trie.speculation.search.forest import draft_forest_layer
 from vllm_trie.speculation.worker.best_drafts import best_drafts_of_layer
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, VerifiedForestNodes
-from vllm_trie.speculation.worker.forest_step import ForestStep, Found
+from vllm_trie.speculation.worker.forest_step import ForestOutcome, ForestStep
 from vllm_trie.speculation.worker.forest_walk import VerifyingWalk, verifying_walks_of
 
 DEAD = np.float32(-np.inf)
@@ -25,7 +25,7 @@ class SearchedForestStep(ForestStep):
 
     @classmethod
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
-        """See `ForestStep`. For host-readable devices; on others, such forests grow by `unseen_forests`."""
+        """See `ForestStep`. For host-readable devices; on others, such forests grow by `device_forests`."""
         forest_steps = [forest_step for forest_step, _ in growing]
         best = best_drafts_of_layer(forest_steps, logits, [rows for _, rows in growing], number)
         for forest_step, of_group in zip(forest_steps, best, strict=True):
@@ -36,17 +36,17 @@ class SearchedForestStep(ForestStep):
             )
 
     @classmethod
-    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[Found]:
+    def search(cls, nodes: Sequence[VerifiedForestNodes]) -> list[ForestOutcome]:
         """See `ForestStep`. Waits for the device once, for all groups together, and in each step for stop strings."""
         walks = verifying_walks_of(nodes)
-        found = dict[VerifiedForestNodes, Found]()
+        found = dict[VerifiedForestNodes, ForestOutcome]()
         for walk, steps in zip(walks, _searched_forests_on_host(walks), strict=True):
             for place, (of_group, of_steps) in enumerate(zip(walk.nodes, steps, strict=True)):
                 assert isinstance(of_group.forest_step, SearchedForestStep)
                 found[of_group] = of_group.forest_step.follow(walk, place, of_steps)
         return [found[of_group] for of_group in nodes]
 
-    def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[SearchStepResult[np.ndarray]]) -> Found:
+    def follow(self, walk: VerifyingWalk, place: int, taken: Iterable[SearchStepResult[np.ndarray]]) -> ForestOutcome:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
         A beam that was not drafted bounds the score of its descendants: as long as everything that lives on is better,
@@ -69,7 +69,7 @@ class SearchedForestStep(ForestStep):
             accepted.append(int(is_seen.sum()))
         last = walk.steps[len(steps) - 1]
         newest = last.taken.going.tokens[place].long()
-        return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
+        return ForestOutcome(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
 
 
 def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[SearchStepResult[np.ndarray]]]]:

@@ -30,13 +30,13 @@ from vllm_trie.speculation.worker.tree_positions import DraftTreePositions, draf
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.speculation.worker.verify import verify_forests
 from vllm_trie.worker.attention.tree_layers import attention_takes_trees
-from vllm_trie.worker.expand import RunnerStepContext
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, row_rope_state
 from vllm_trie.worker.rows.sub_batch import sub_batch_of_rows
 from vllm_trie.worker.rows.sub_forward import sub_forward_of_rows
 from vllm_trie.worker.select.amateur import contrasting_selections
 from vllm_trie.worker.speculation import RunnerSpeculation
+from vllm_trie.worker.step_context import RunnerStepContext
 
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner

@@ -13,7 +13,7 @@ from vllm_trie.messages import DecidedMessage, DraftedMessage
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.forest_nodes import VerifiedForestNodes
 from vllm_trie.speculation.worker.forest_path import AcceptedPath, accepted_forest_path
-from vllm_trie.speculation.worker.forest_step import ForestStep, Found
+from vllm_trie.speculation.worker.forest_step import ForestOutcome, ForestStep
 from vllm_trie.speculation.worker.roots import forest_roots_after_path
 from vllm_trie.trie.traced import NO_DRAFT, DraftedForest
 from vllm_trie.worker.rows.rows import BatchRows
@@ -64,7 +64,7 @@ def verify_forests(
     return paths, decided
 
 
-def _search_verified_forests(nodes: Sequence[VerifiedForestNodes]) -> dict[VerifiedForestNodes, Found]:
+def _search_verified_forests(nodes: Sequence[VerifiedForestNodes]) -> dict[VerifiedForestNodes, ForestOutcome]:
     """The outcome for all groups; groups of one kind search together."""
     by_kind = defaultdict[type[ForestStep], list[VerifiedForestNodes]](list)
     for of_group in nodes:

@@ -277,10 +277,10 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
         shared = shared_attention_tokens(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
         if shared.unseen and not self.can_share:
             shared = attention_token_by_token(shared, self.block_size)
-        behind = uploaded_for_search((bounds[shared.rows] - shared.lengths).astype(np.int32), self.device)
+        num_later = uploaded_for_search((bounds[shared.rows] - shared.lengths).astype(np.int32), self.device)
         rows = uploaded_for_search(shared.rows.astype(np.int64), self.device)
         plan = TritonAttentionPlan(
-            shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv)
+            shared, common.seq_lens[rows] - num_later, tables, (self.num_heads_q, self.num_heads_kv)
         )
         others = attention_rows_other_than(shared.rows, common)
         if others is None:  # only its fields are read, and there may be more rows than requests

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import search_numbers, upload_for_search, uploaded_for_search
+from vllm_trie.search.devices import copy_into_for_search, search_arange, uploaded_for_search
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows
 
 
@@ -149,7 +149,7 @@ class PrefixSuffixGraphs:
         if self._columns is None:  # now, because nothing is captured yet
             self._columns = torch.arange(table_width, device=self._packed.device)
         packed = self._packed[: 3 * self._num_sequences + 1 + len(rows.shared)]
-        upload_for_search(rows.packed(missing), packed)
+        copy_into_for_search(rows.packed(missing), packed)
         most_keys = table_width * block_size
         together, shared, own = len(rows.shared), most_keys, most_keys
         return DescribedStep(packed, self._num_sequences, self._columns, together, shared, own, most_keys)
@@ -249,7 +249,7 @@ class _SharingRows(NamedTuple):
     def described(self, bounds: np.ndarray, block_size: int, device: torch.device) -> DescribedStep:
         """A description no wider than the step."""
         most_shared, most_own = max(int(self.shared.max()), block_size), int((bounds - self.shared).max())
-        columns, packed = search_numbers(-(-most_own // block_size), device), uploaded_for_search(self.packed(), device)
+        columns, packed = search_arange(-(-most_own // block_size), device), uploaded_for_search(self.packed(), device)
         most_together, most_keys = int(np.diff(self.starts).max()), int(bounds.max())
         return DescribedStep(packed, len(self.firsts), columns, most_together, most_shared, most_own, most_keys)
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.search import search_spans
-from vllm_trie.search.devices import search_numbers, uploaded_for_search
+from vllm_trie.search.devices import search_arange, uploaded_for_search
 from vllm_trie.worker.kv.kv_caches import ByToken
 
 WORD = 64  # bits
@@ -193,11 +193,11 @@ def _attention_mask_words(of_groups: Sequence[RowTrees | None], per_group: np.nd
         else:
             parts.append(trees.masks if isinstance(trees.masks, torch.Tensor) else pack_attention_masks(trees.masks))
     num_words = max(part.shape[1] for part in parts)
-    there = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
+    device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
     padded = [_padded_attention_masks(part, num_words) for part in parts]
-    if there is None:
+    if device is None:
         return np.concatenate(padded)
-    on_device = [part if isinstance(part, torch.Tensor) else uploaded_for_search(part, there) for part in padded]
+    on_device = [part if isinstance(part, torch.Tensor) else uploaded_for_search(part, device) for part in padded]
     return on_device[0] if len(on_device) == 1 else torch.cat(on_device)
 
 
@@ -243,8 +243,8 @@ def device_first_attention_keys(trees: torch.Tensor, tree_starts: torch.Tensor, 
         tree_starts: [N] int32, as in `SharedAttentionTokens`, on the device.
         window: Positions that each token sees.
     """
-    is_seen = (trees[..., None] >> search_numbers(WORD, trees.device) & 1).flatten(1)
+    is_seen = (trees[..., None] >> search_arange(WORD, trees.device) & 1).flatten(1)
     from_here = is_seen.flip(1).cumsum(1).flip(1)
     in_tree, is_first = from_here[:, 0], (is_seen > 0) & (from_here == window)
-    first = (search_numbers(is_seen.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
+    first = (search_arange(is_seen.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
     return (tree_starts + first).clamp(min=0).int()

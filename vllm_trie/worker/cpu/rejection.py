@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_trie.search import search_spans
 from vllm_trie.worker.cpu.replace import Array, replaces_on_cpu
-from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, draw_tokens_on_cpu
+from vllm_trie.worker.cpu.sampling import best_tokens_on_cpu, sample_tokens_on_cpu
 
 SMALLEST = 4.6566127342e-10  # the smallest of Triton's random numbers other than 0
 
@@ -74,7 +74,7 @@ def rejection_sample_on_cpu(
     rejected, logits = (draft[last] >= 0).nonzero()[:, 0], target_logits[last].float()
     logits[rejected, draft[last][rejected]] = float("-inf")
     at_last = temperatures[last].numpy(), seeds[last].numpy(), pos[last].numpy()
-    sampled[torch.arange(len(last)), num_taken] = torch.from_numpy(draw_tokens_on_cpu(logits, *at_last, use_fp64))
+    sampled[torch.arange(len(last)), num_taken] = torch.from_numpy(sample_tokens_on_cpu(logits, *at_last, use_fp64))
     return sampled, (num_taken + 1).int()
 
 

@@ -26,10 +26,10 @@ def gumbel_sample_on_cpu(
     temperature = np.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
     local_max[:] = -np.inf
     local_max[:, 0] = 0.0
-    local_argmax[:, 0] = draw_tokens_on_cpu(logits, temperature, seeds[expanded_idx_mapping], pos, use_fp64)
+    local_argmax[:, 0] = sample_tokens_on_cpu(logits, temperature, seeds[expanded_idx_mapping], pos, use_fp64)
 
 
-def draw_tokens_on_cpu(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64: bool) -> Array:
+def sample_tokens_on_cpu(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64: bool) -> Array:
     """[N] int64: a token sampled from each row of logits, or the best one where temperature [N] is 0.
 
     Args:
@@ -44,7 +44,7 @@ def draw_tokens_on_cpu(logits: Tensor, temperature: Array, seeds: Array, pos: Ar
         return torch.sub(logits, noise, out=noise).numpy().argmax(-1)
     tokens = best_tokens_on_cpu(logits)
     if len(rows):
-        tokens[rows] = draw_tokens_on_cpu(logits[rows], temperature[rows], seeds[rows], pos[rows], use_fp64)
+        tokens[rows] = sample_tokens_on_cpu(logits[rows], temperature[rows], seeds[rows], pos[rows], use_fp64)
     return tokens
 
 

@@ -43,7 +43,7 @@ from vllm_trie.worker.kernels.tiles import (
     BOTH,
     KernelLogits,
     KernelRowRanking,
-    Wanted,
+    RowRankingTask,
     can_filter_in_kernels,
     kernels_rank_rows,
     launch_tile_maxima,
@@ -76,7 +76,7 @@ class KernelStepInGroups(TakeStep):
         self._rows_of_group = min(sizes.num_rows, width)
         kept = next(kept for kept in KEPT if kept >= rules.width)
         # As many of each row as its group takes, plus as many as earlier groups may have taken.
-        wanted = Wanted(rules.width, kept, rules.filters, BOTH if may_end else BOTH[:1])
+        wanted = RowRankingTask(rules.width, kept, rules.filters, BOTH if may_end else BOTH[:1])
         self._rank_rows = KernelRowRanking(wanted, sizes.vocab_size)
         self._layout = layout = rules.layout(sizes.num_rows, sizes.vocab_size)
         self._of_words = layout.num_words, layout.num_ints, layout.num_finished

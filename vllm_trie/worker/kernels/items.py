@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.constraints.catalog import LEVEL_UNIT
-from vllm_trie.search.devices import search_numbers
+from vllm_trie.search.devices import search_arange
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.worker.kernels import CHILDREN, KernelStepSizes
@@ -76,7 +76,7 @@ def kernels_renormalise(rules: SearchRules) -> bool:
 
 def kernel_level_of(logits: KernelLogits) -> torch.Tensor:
     """[V] int64, the tokens that logits are for, where rows are normalised among their children."""
-    return search_numbers(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
+    return search_arange(logits.values.shape[1], logits.values.device) if logits.level is None else logits.level
 
 
 def kernel_variants_of_logits(rules: SearchRules, logits: torch.Tensor) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from vllm_trie.worker.kernels.tiles import (
     NOT_ALLOWED,
     KernelRowRanking,
     KernelTiles,
-    Wanted,
+    RowRankingTask,
     logprobs_in_kernel,
     normalised_in_kernel,
 )
@@ -38,7 +38,7 @@ class KernelReport:
         (self._num_rows, num_tops), width, count = layout.top_shape, layout.width, layout.num_finished
         most = max(num_tops, 1)
         self._kept = next(kept for kept in REPORTED if kept >= most)
-        self._rank_rows = KernelRowRanking(Wanted(most, self._kept), vocab_size)
+        self._rank_rows = KernelRowRanking(RowRankingTask(most, self._kept), vocab_size)
         self._num_written = width + count + self._num_rows
         self._sides = layout.num_ints, width, count, self._num_rows, num_tops
 

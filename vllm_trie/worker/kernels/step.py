@@ -40,7 +40,7 @@ from vllm_trie.worker.kernels.tiles import (
     KernelRanking,
     KernelRowRanking,
     KernelTiles,
-    Wanted,
+    RowRankingTask,
     can_filter_in_kernels,
     kernel_log_min_p,
     kernels_rank_rows,
@@ -135,12 +135,12 @@ def _kernel_ranking(rules: SearchRules, sizes: KernelStepSizes, is_few: bool, mo
     return KernelRanking(partial(launch_best_of_groups, count=count, log_min_p=log_min_p, among=among), vocab_size)
 
 
-def wanted_by_kernels(rules: SearchRules) -> Wanted:
+def wanted_by_kernels(rules: SearchRules) -> RowRankingTask:
     """What each row of few beams keeps: as many as may go on, and as may finish."""
     slots, lists = kernel_slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
     if rules.strategy == VLLM:
-        return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
-    return Wanted(rules.width, slots, rules.filters, lists)
+        return RowRankingTask(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
+    return RowRankingTask(rules.width, slots, rules.filters, lists)
 
 
 def warm_up_kernels(serving: KernelVariants) -> None:

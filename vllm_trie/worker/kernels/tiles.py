@@ -124,7 +124,7 @@ class KernelRanking(NamedTuple):
     kept: int = 0
 
 
-class Wanted(NamedTuple):
+class RowRankingTask(NamedTuple):
     """What a ranking of rows must find.
 
     Args:
@@ -166,7 +166,7 @@ class KernelRowRanking:
         vocab_size: Tokens of a row, V.
     """
 
-    def __init__(self, wanted: Wanted, vocab_size: int) -> None:
+    def __init__(self, wanted: RowRankingTask, vocab_size: int) -> None:
         self.num_lists, self.kept = len(wanted.lists), wanted.kept
         self._how = wanted.num_best, kernel_log_min_p(wanted.filters), wanted.lists[0], wanted.among_best
         self._sizes = kernel_sizes_to_rank(next_power_of_2(cdiv(vocab_size, BLOCK)), wanted.kept)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_trie.worker.kernels.tiles import KernelLogits
 
 
-class InStep(NamedTuple):
+class GroupInStep(NamedTuple):
     """What a group does in a step."""
 
     group: GroupRows
@@ -147,7 +147,7 @@ class SelectionBatchPlan:
 
     def __init__(
         self,
-        in_step: Mapping[str, InStep],
+        in_step: Mapping[str, GroupInStep],
         rows: BatchRows,
         parts: Callable[[SearchRules, list[str]], list[list[str]]],
         device: torch.device,
@@ -183,7 +183,7 @@ class SelectionBatchPlan:
         """`num_sampled` on the device. Read-only."""
         return uploaded_for_search(self.num_sampled, self._device)
 
-    def fits(self, in_step: Mapping[str, InStep], batch: InputBatch) -> bool:
+    def fits(self, in_step: Mapping[str, GroupInStep], batch: InputBatch) -> bool:
         """Whether the same rows are at the same places of another batch, and do the same."""
         slots, logits = self._layout
         return (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import SearchBeams, States
-from vllm_trie.search.devices import upload_for_search
+from vllm_trie.search.devices import copy_into_for_search
 from vllm_trie.worker.kernels.beams import OF_GROUP, OF_ROW, KernelBeamTables
 from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.cohort import MovingRows, SelectionCohort
@@ -100,7 +100,7 @@ class SelectionGraphTables:
         elif np.array_equal(known[start:], of_groups.ravel()):
             return
         known[self._of_groups :] = of_groups.ravel()
-        upload_for_search(known[start:], self._on_device[start:])
+        copy_into_for_search(known[start:], self._on_device[start:])
 
     def count_on(self) -> None:
         """Makes each history one token longer in the host's copy, as the graph does on the device."""

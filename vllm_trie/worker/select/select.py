@@ -21,7 +21,6 @@ from vllm_trie.search.step import is_light_search_step, take_packed_search_step
 from vllm_trie.search.step_result import PackedSearchStep
 from vllm_trie.search.stop_strings import CONTEXT, SearchTextEnd
 from vllm_trie.worker import launches
-from vllm_trie.worker.expand import PackedStep, RunnerStepContext
 from vllm_trie.worker.kv.kv_moves import KVFork
 from vllm_trie.worker.rows.catalogs import RowCatalogs
 from vllm_trie.worker.rows.row_beams import RowBeams
@@ -29,7 +28,7 @@ from vllm_trie.worker.rows.row_params import stop_strings_of_rows
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, Rows, beams_of_rows
 from vllm_trie.worker.select.cohort import (
     CohortLogits,
-    InStep,
+    GroupInStep,
     MovingRows,
     SelectionBatchPlan,
     SelectionCohort,
@@ -37,13 +36,14 @@ from vllm_trie.worker.select.cohort import (
     selection_index_of,
 )
 from vllm_trie.worker.select.narrow import SelectionLogits
+from vllm_trie.worker.step_context import RunnerStepContext, SelectedCohort
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_trie.worker.select.amateur import SelectionAmateurLogits
-    from vllm_trie.worker.select.step_graphs import SelectionGraphs
+    from vllm_trie.worker.select.selection_graphs import SelectionGraphs
 
 Group = TypeVar("Group")
 
@@ -109,7 +109,7 @@ class Selector:
         """What is known of a batch before there are logits; usually unchanged from the last batch."""
         groups, masks, plain = self._groups, context.masks, context.steps.keys() - context.forests.keys()
         in_step = {
-            id_: InStep(
+            id_: GroupInStep(
                 *(groups[id_], groups[id_].rules, step.decodes, step.selects, step.selects and id_ in plain),
                 *(id_ in masks, id_ in context.narrow),
             )
@@ -131,7 +131,7 @@ class Selector:
         logits: torch.Tensor | SelectionLogits,
         sampled: torch.Tensor,
         amateur: SelectionAmateurLogits | None = None,
-    ) -> list[PackedStep]:
+    ) -> list[SelectedCohort]:
         """Takes one step of every group that searches and does not speculate.
 
         Args:
@@ -141,7 +141,7 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: The draft model's, for rows of groups that contrast it, if there are any.
         """
-        selected, parents, moving, has_replayed = list[PackedStep](), [], list[SelectionCohort](), False
+        selected, parents, moving, has_replayed = list[SelectedCohort](), [], list[SelectionCohort](), False
         logits, of_levels = logits if isinstance(logits, SelectionLogits) else (logits, [])
         narrow, graphs = iter(of_levels), self.graphs if launches.worker_runs_kernels_on(logits.device) else None
         for cohort in plan.cohorts:
@@ -154,7 +154,7 @@ class Selector:
                 has_replayed = True
                 continue
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
-            draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
+            keys = [key for group_id in cohort.group_ids if (key := context.steps[group_id].sampling_key) is not None]
             completes = self.completes(rules, groups, num_tokens) if rules.stops.may_complete else None
             masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.has_masks else []
             if rules.constraints:
@@ -163,8 +163,8 @@ class Selector:
                 beams = beams._replace(length=cohort.common_length(num_tokens))
             else:
                 beams = beams_of_rows(groups)
-            taken = self._take(cohort, beams, own, SearchInputs(draws, completes, level=level), sampled)
-            selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
+            taken = self._take(cohort, beams, own, SearchInputs(keys, completes, level=level), sampled)
+            selected.append(SelectedCohort(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going) if beams.states else taken.going.beams
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place

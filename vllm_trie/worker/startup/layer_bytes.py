@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.worker.announce_shared_rows import builders_of_runner
 
 
-def tell_measured_layer_bytes(runner: GPUModelRunner) -> None:
+def set_measured_layer_bytes(runner: GPUModelRunner) -> None:
     """Sets the size of a layer of a runner's model in its attention metadata builders.
 
     The stages of a pipeline all take the largest of theirs: they must decide alike whether to read shared blocks once,

@@ -14,7 +14,7 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
     KernelLogits,
     KernelRowRanking,
-    Wanted,
+    RowRankingTask,
     launch_tile_maxima,
 )
 from vllm_trie.worker.launches import next_power_of_2
@@ -33,7 +33,7 @@ def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, ke
     """
     logits = KernelLogits.of(values, which)
     zeros = filled_for_search((len(which), 1), 0.0, values.device)
-    return KernelRowRanking(Wanted(count, kept), values.shape[1])(launch_tile_maxima(logits), zeros).keys[0]
+    return KernelRowRanking(RowRankingTask(count, kept), values.shape[1])(launch_tile_maxima(logits), zeros).keys[0]
 
 
 def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

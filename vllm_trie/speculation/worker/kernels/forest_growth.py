@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.messages import MOST_DRAFTS
-from vllm_trie.search.devices import search_numbers
+from vllm_trie.search.devices import search_arange
 from vllm_trie.search.rank import SCORE_UNIT
 from vllm_trie.speculation.worker.forest_growth import (
     NO_NODE,
@@ -47,7 +47,7 @@ NODES_AT_A_TIME = 16  # of the others, with which a node is compared
 NONE, DRAFTS, NARROW, TAKEN = (tl.constexpr(n) for n in (NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN))
 NUM_ABOUT = 12  # columns of what kernels know of a layer of a forest
 ABOUT = tl.constexpr(NUM_ABOUT)
-BEHIND = tl.constexpr(SCORE_UNIT**2)  # added to keys that must sort after all other order keys
+AFTER_ALL = tl.constexpr(SCORE_UNIT**2)  # added to keys that must sort after all other order keys
 
 
 class ForestGrowthKernels:
@@ -89,7 +89,7 @@ class ForestGrowthKernels:
         if not ranked or not kernels_rank_rows(count, logits.shape[1]):
             return set()
         sizes = kernel_sizes_to_draft(max(map(_widest_in_growth_kernels, ranked)), count)
-        keys = drafts.launch_best_drafts(logits, search_numbers(len(logits), logits.device), count, sizes["per_row"])
+        keys = drafts.launch_best_drafts(logits, search_arange(len(logits), logits.device), count, sizes["per_row"])
         first = active[0].parts[number - 1].first
         launch_draft_nodes(growing, (keys, logits.shape[1], first), about[number - 1, : len(active)], stops, sizes)
         return {plan.place for plan in ranked}
@@ -108,7 +108,7 @@ class ForestGrowthKernels:
         count = _num_ranked_by_draft_kernels(plan, number, logits.shape[1])
         if not _is_plain_to_draft_kernels(plan) or not kernels_rank_rows(count, logits.shape[1]):
             return None
-        own = search_numbers(len(logits), logits.device)[nodes]
+        own = search_arange(len(logits), logits.device)[nodes]
         keys = drafts.launch_best_drafts(logits, own, count, drafts.kept_by_draft_kernels(count))
         return drafts.decode_draft_kernel_keys(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
@@ -245,7 +245,7 @@ def _draft_nodes_kernel(
         last_other = cutoff_in_kernel(others, num_others, num_bits)
         is_other = (others < LAST_KEY) & (others <= last_other) & (num_others > 0)
         # The narrow beam's come first, then the others; what is left out comes last.
-        in_turn = tl.where(is_narrow, key, tl.where(is_other, key + BEHIND, LAST_KEY))
+        in_turn = tl.where(is_narrow, key, tl.where(is_other, key + AFTER_ALL, LAST_KEY))
         tl.debug_barrier()
         tl.store(keys + lane, in_turn, mask=is_lane)
         tl.debug_barrier()
@@ -259,7 +259,7 @@ def _draft_nodes_kernel(
         chosen = sort_keys_in_kernel(tl.load(order + rank), rank, order + slots)
         num_drafted = tl.maximum(tl.minimum(tl.minimum(num_kept, draft_width), room), 0)
         exists = rank < num_drafted
-        own = tl.where(chosen >= BEHIND, chosen - BEHIND, chosen)
+        own = tl.where(chosen >= AFTER_ALL, chosen - AFTER_ALL, chosen)
         place = own % KEY_UNIT
         is_own = rank < count
         tl.store(parents + first + rank, tl.where(exists, (place // vocab_size).to(tl.int32), NONE), mask=is_own)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, GrowingForests
-from vllm_trie.speculation.worker.forest_layout import NO_CHILD, NUM_OF_FOREST, PARENT_UNIT, Laid, TargetInputs
+from vllm_trie.speculation.worker.forest_layout import NO_CHILD, NUM_OF_FOREST, PARENT_UNIT, ForestPlaces, TargetInputs
 from vllm_trie.speculation.worker.kernels.forest_growth import nothing_growing_in_kernels
 from vllm_trie.worker.kernels import KernelVariants
 
@@ -21,7 +21,9 @@ NUM_WARPS = 2
 NONE, NO_KEY, UNIT, ABOUT = (tl.constexpr(n) for n in (NO_NODE, NO_CHILD, PARENT_UNIT, NUM_OF_FOREST))
 
 
-def launch_lay_out_forests(growing: GrowingForests, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
+def launch_lay_out_forests(
+    growing: GrowingForests, layout: torch.Tensor, inputs: TargetInputs, laid: ForestPlaces
+) -> None:
     """Lays out all forests, as `forest_layout.lay_out_forest` does; `layout`: see `forest_layout.forest_layout_of`."""
     _lay_out_forest_nodes_kernel[len(layout),](
         *(layout, layout.shape[1], growing.parents, growing.tokens, growing.rows, growing.ends),
@@ -46,7 +48,7 @@ def _lay_out_forest_nodes_kernel(
     batch_positions, batch_slots, slot_stride, tokens_at, logits_at, places, of_rows, of_ends, of_masks, keys, at,
     num_keys, lanes: tl.constexpr,
 ):  # fmt: skip
-    """See `launch_lay_out_forests`: a program per forest. Arguments: see `GrowingForests`, `TargetInputs`, `Laid`."""
+    """See `launch_lay_out_forests`; a program per forest; see `GrowingForests`, `TargetInputs`, `ForestPlaces`."""
     group = tl.program_id(0).to(tl.int64)
     layout, keys, at = layout + group * num_columns, keys + group * num_keys, at + group * num_keys
     start, first_token = tl.load(layout), tl.load(layout + 1).to(tl.int64)
@@ -110,5 +112,5 @@ def warm_up_forest_kernel(serving: KernelVariants) -> None:
         return
     ints, longs = (partial(torch.zeros, dtype=kind, device=serving.device) for kind in (torch.int32, torch.int64))
     inputs = TargetInputs(ints(4), longs(4), longs(1, 4))
-    laid = Laid(longs(1), longs(1), longs(1), ints(1), ints(1), longs(1, 1), longs(1, 2), longs(1, 2))
+    laid = ForestPlaces(longs(1), longs(1), longs(1), ints(1), ints(1), longs(1, 1), longs(1, 2), longs(1, 2))
     launch_lay_out_forests(nothing_growing_in_kernels(serving.device), ints(1, NUM_OF_FOREST), inputs, laid)

@@ -26,7 +26,6 @@ from vllm_trie.search.constraints.catalog import ConstraintAlongItems
 from vllm_trie.search.devices import pinned_search_tensors
 from vllm_trie.search.rules import SearchInputs, SearchRules
 from vllm_trie.search.strategies.best import BestStrategy
-from vllm_trie.worker.expand import PackedStep
 from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.kernels.beams import KernelBeams, launch_put_down_beams, launch_take_up_beams
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
@@ -35,6 +34,7 @@ from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.by_kernels import SelectionStepByTorch, select_by_kernels
 from vllm_trie.worker.select.cohort import CohortLogits, SelectionBatchPlan
 from vllm_trie.worker.select.graph_tables import SelectionGraphTables, put_where_graphs_find_it
+from vllm_trie.worker.step_context import SelectedCohort
 
 MOST_COPIED = 1 << 21  # the most logits of a step that are copied, as they are for all steps by torch
 BYTES_OF_LOGIT, MOST_BYTES_WITHOUT_LOGITS = 56, 64 << 20  # at most: by torch per logit; by any step besides its logits
@@ -111,7 +111,7 @@ class SelectionGraphs:
             self._of_batch = self._newest[:num_rows]
         return self._of_batch
 
-    def take(self, plan: SelectionBatchPlan, step: CohortLogits, sampled: torch.Tensor) -> PackedStep | None:
+    def take(self, plan: SelectionBatchPlan, step: CohortLogits, sampled: torch.Tensor) -> SelectedCohort | None:
         """Takes a step by its graph, and lets its rows fork; None if there is no graph, and nothing is done.
 
         There is none where graphs may not contain the step, where it comes for the first time, or if memory is short.
@@ -148,7 +148,7 @@ class SelectionGraphs:
                 del self._graphs[next(iter(self._graphs))]
         else:
             return None
-        return PackedStep(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
+        return SelectedCohort(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
 
     def _own_bytes(self) -> int:
         """Bytes of all graphs but the newest one."""

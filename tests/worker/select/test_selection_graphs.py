@@ -31,10 +31,10 @@ from vllm_trie.search.strategies.best import BestStrategy
 from vllm_trie.search.strategies.in_groups import DiverseGroupsStrategy
 from vllm_trie.worker.kernels import KernelStepSizes
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.select import graph_tables, step_graphs
+from vllm_trie.worker.select import graph_tables, selection_graphs
 from vllm_trie.worker.select.cohort import CohortLogits
 from vllm_trie.worker.select.narrow import NarrowLogits, SelectionLogits
-from vllm_trie.worker.select.step_graphs import SelectionGraphCapture, SelectionGraphs
+from vllm_trie.worker.select.selection_graphs import SelectionGraphCapture, SelectionGraphs
 from vllm_trie.worker.speculation import RunnerSpeculation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,8 +58,8 @@ class Uploads:
     """Counts what is uploaded for graphs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self._upload = 0, graph_tables.upload_for_search
-        monkeypatch.setattr(graph_tables, "upload_for_search", self)
+        self.count, self._upload = 0, graph_tables.copy_into_for_search
+        monkeypatch.setattr(graph_tables, "copy_into_for_search", self)
 
     def __call__(self, array: np.ndarray, there: torch.Tensor) -> None:
         self.count += 1
@@ -351,8 +351,8 @@ def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
 @pytest.mark.nightly
 def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that come once displace none of them."""
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(step_graphs, "MOST_SEEN", 3)
+    monkeypatch.setattr(selection_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(selection_graphs, "MOST_SEEN", 3)
     step, captures = step_with_graphs(Shape("plain", 4))
     (of_group,) = step.groups.values()
 
@@ -501,7 +501,7 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda _: None)
-    monkeypatch.setattr(step_graphs, "SelectionGraphCapture", lambda _: TakenAgain())
+    monkeypatch.setattr(selection_graphs, "SelectionGraphCapture", lambda _: TakenAgain())
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator, runner.pp_handler, runner.speculation = None, None, RunnerSpeculation()

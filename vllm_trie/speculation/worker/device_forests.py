@@ -60,9 +60,9 @@ class DeviceForests:
             kernels = launches.worker_module_for_gpus("speculation.worker.kernels.forest_growth")
             self._kernels = kernels.ForestGrowthKernels(plans, block_sizes)
             more_arrays += self._kernels.arrays
-        self._growing, there = forest_growth.plant_forests(plans, more_arrays, device)
-        self._positions, self._starts_there, self._layout, *there = there
-        self._new_blocks, of_kernels = there[: len(new_blocks)], there[len(new_blocks) :]
+        self._growing, uploaded = forest_growth.plant_forests(plans, more_arrays, device)
+        self._positions, self._starts_on_device, self._layout, *uploaded = uploaded
+        self._new_blocks, of_kernels = uploaded[: len(new_blocks)], uploaded[len(new_blocks) :]
         if self._kernels is not None:
             self._kernels.on_device = of_kernels
         self._states: list[States] = [plan.forest_step.states for plan in plans]
@@ -115,7 +115,7 @@ class DeviceForests:
             sharing.append([SharedRows(own, of_table, trees) for of_table in num_shared])
         return DraftInputs(
             *(growing.tokens[nodes], self._positions[nodes], growing.slots[:, nodes]),
-            *(self._starts_there[: count + 1], growing.ends[nodes]),
+            *(self._starts_on_device[: count + 1], growing.ends[nodes]),
             growing.tables.index_select(1, growing.rows[nodes]).unbind(0),
             *(self._starts[: count + 1], most_ends),
             None,
