@@ -88,6 +88,15 @@ def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     assert (metrics["groups_running"], metrics["rows_running"], metrics["preemptions"]) == (0, 0, 0)
 
 
+def test_vllms_metrics_count_a_search_that_is_not_streamed_at_its_end(engine: Engine) -> None:
+    (output,) = engine.generate([PROMPT], beam_params(6, n=2, max_tokens=10, ignore_eos=True))
+    counted = {metric.name: vars(metric).get("sum", vars(metric).get("value")) for metric in engine.llm.get_metrics()}
+    assert counted["vllm:generation_tokens"] == sum(len(answer.token_ids) for answer in output.outputs) == 20
+    assert counted["vllm:request_decode_time_seconds"] == counted["vllm:request_time_per_output_token_seconds"] == 0
+    until_first, whole = (counted[f"vllm:{of}_seconds"] for of in ("time_to_first_token", "e2e_request_latency"))
+    assert until_first == pytest.approx(whole, rel=1e-3)
+
+
 def test_blocks_of_the_answer_that_enter_the_prefix_cache_are_counted(engine: Engine) -> None:
     assert engine.llm.llm_engine.reset_prefix_cache()
     engine.generate([PROMPT], beam_params(4, n=2, max_tokens=60, ignore_eos=True))
