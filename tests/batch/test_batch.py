@@ -92,11 +92,22 @@ def line_of(own_id: int | str, prompt: str, **searched: Any) -> str:
 def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> None:
     whole = line_of("x", "b") + line_of(1, "a").replace("[]}", '[], "error": "too long"}')
     path = tmp_path / "out.jsonl"
-    path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
-    with open_job_output(path, PROMPTS, ASKED) as (file, answered):
-        assert answered == {"x": True, 1: False}
-        file.write("more\n")
-    assert path.read_text() == whole + "more\n"
+    for half in '{"id": 3, "prom', line_of(3, "c")[:-3]:
+        path.write_text(whole + half)
+        with open_job_output(path, PROMPTS, ASKED) as (file, answered):
+            assert answered == {"x": True, 1: False}
+            file.write("more\n")
+        assert path.read_text() == whole + "more\n"
+
+
+@pytest.mark.parametrize("text", ['{"learning_rate": 1e-3}', '{"id": 3, "prompt": "c"}', "x", line_of(3, "d")[:-1]])
+def test_a_file_that_this_job_did_not_write_stays(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    refusal = pytest.raises(JobError, match="ends with a line that this job did not write; name another --output")
+    with refusal, open_job_output(path, PROMPTS, ASKED):
+        pass
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -173,6 +184,7 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
             "structured_outputs has no 'regexp'; it has: json, regex, choice, ",
         ),
         (["--max-tokens", "0"], "--max-tokens: max_tokens must be at least 1"),
+        (["--output", "in.jsonl"], "--output=in.jsonl is the input, too; name another file"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
@@ -192,7 +204,7 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}')
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     monkeypatch.setattr(sys, "argv", ["batch", *usual, *options])
@@ -202,6 +214,7 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     assert said.startswith("python -m vllm_trie.entrypoints.batch: ")
     assert message in said
     assert said.count("\n") == 1
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "a"}'
     assert ended.value.code != 0
 
 

@@ -11,7 +11,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts, refuse_one_job_file
 from vllm_trie.batch.options import PROGRAM, Job, parse_job
 
 INTERRUPTED = 130
@@ -24,6 +24,7 @@ def main() -> None:
     try:
         if find_spec("ray") is None:
             raise JobError("Ray is missing; pip install 'vllm_trie[ray]'")
+        refuse_one_job_file(job.input, job.output)
         prompts = read_job_prompts(job.input, job.field)
         with open_job_output(job.output, prompts, job.search) as (file, answered):
             pending = [prompt for prompt in prompts if prompt.id not in answered]
