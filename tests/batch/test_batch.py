@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import ray.data
 from ray.data._internal.metadata_exporter import sanitize_for_struct
 
 from tests.support.engine import ROOT, TRAINED_TARGET
+from vllm_trie.batch import search
 from vllm_trie.batch.__main__ import main
 from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
 from vllm_trie.batch.options import parse_job
@@ -155,6 +157,8 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
 
 # The command line.
 
+USUAL = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -206,8 +210,7 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    monkeypatch.setattr(sys, "argv", ["batch", *usual, *options])
+    monkeypatch.setattr(sys, "argv", ["batch", *USUAL, *options])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err if isinstance(ended.value.code, int) else f"{ended.value.code}\n"
@@ -223,9 +226,8 @@ def test_a_job_that_is_whole_ends_as_it_did(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    monkeypatch.setattr(sys, "argv", ["batch", *usual])
-    asked = parse_job(usual).search
+    monkeypatch.setattr(sys, "argv", ["batch", *USUAL])
+    asked = parse_job(USUAL).search
     answers = [{"id": 1, "prompt": "a", "search": asked, "hypotheses": []}]
     answers += [{"id": 2, "prompt": "b", "search": asked, "hypotheses": [], "error": "too long"}]
     write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
@@ -234,9 +236,8 @@ def test_a_job_that_is_whole_ends_as_it_did(
 
 
 def test_options_come_as_json_has_them() -> None:
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     given = {"logit_bias": {"5": 1.0}, "structured_outputs": {"regex": "a+"}}
-    job = parse_job([*usual, "--search-options", json.dumps(given)])
+    job = parse_job([*USUAL, "--search-options", json.dumps(given)])
     assert job.params.logit_bias == {5: 1.0}
     assert job.params.structured_outputs is not None
     assert job.params.structured_outputs.regex == "a+"
@@ -279,8 +280,9 @@ def test_of_a_traceback_what_the_engine_said_is_told() -> None:
     assert job_error_reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
 
 
-def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its actor of statistics would import it."""
+@pytest.fixture
+def asked_of_ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments that a job passes to Ray Data's `map_batches`, which does nothing."""
     asked = dict[str, Any]()
 
     class Rows:
@@ -293,13 +295,26 @@ def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray.data, "from_items", lambda *_, **__: Rows())
     monkeypatch.setattr(ray, "put", lambda _: ray.ObjectRef.nil())
-    job = parse_job(
-        ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    )
+    return asked
+
+
+def test_an_engine_gets_a_gpu_for_each_of_its_workers(
+    asked_of_ray: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_job([*USUAL, "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"])
+    for is_cpu, num_gpus in (False, 4), (True, 0):
+        monkeypatch.setattr(search, "current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
+        assert [*job_lines(job, [JobPrompt(1, "x")])] == []
+        assert asked_of_ray["num_gpus"] == num_gpus
+
+
+def test_what_ray_data_tells_of_the_engines_needs_no_vllm(asked_of_ray: dict[str, Any]) -> None:
+    """Or its actor of statistics would import it."""
+    job = parse_job(USUAL)
     assert [*job_lines(job, [JobPrompt(1, "x")])] == []
     pickled, stock = (
         [op.name for op, *_ in pickletools.genops(pickle.dumps(sanitize_for_struct(arguments))) if "GLOBAL" in op.name]
-        for arguments in (asked["fn_constructor_args"], job.engine_args)
+        for arguments in (asked_of_ray["fn_constructor_args"], job.engine_args)
     )
     assert pickled == []
     assert stock, "engine arguments themselves are not pickled as texts alone"

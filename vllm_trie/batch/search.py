@@ -125,13 +125,14 @@ def job_lines(job: Job, prompts: Sequence[JobPrompt]) -> Iterator[str]:
     context.execution_options.preserve_order = True
     rows = [{"id": json.dumps(prompt.id), "prompt": prompt.prompt} for prompt in prompts]
     num_batches = ceil(len(rows) / job.batch_size)
+    num_gpus = job.engine_args.tensor_parallel_size * job.engine_args.pipeline_parallel_size
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         BatchSearcher,
         fn_constructor_args=(ray.put(job.engine_args), job.params, job.search),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
         num_cpus=1,
-        num_gpus=0 if current_platform.is_cpu() else job.engine_args.tensor_parallel_size,
+        num_gpus=0 if current_platform.is_cpu() else num_gpus,
         runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(CARRIED)}},
     )
     try:
