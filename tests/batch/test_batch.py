@@ -244,6 +244,19 @@ def test_options_come_as_json_has_them() -> None:
     assert {name: job.search[name] for name in given} == given
 
 
+def test_a_job_records_the_defaults_of_its_engine_that_it_does_not_set() -> None:
+    def search_of(defaults: dict[str, Any], *options: str) -> dict[str, Any]:
+        return parse_job([*USUAL, "--additional-config", json.dumps({"trie_beam": defaults}), *options]).search
+
+    plain = parse_job(USUAL).search
+    assert search_of({"semantics": "hf", "reclaim_interval": 3}) == plain
+    assert search_of({"semantics": "vllm"}) == plain | {"semantics": "vllm"}
+    assert search_of({"semantics": "vllm"}, "--semantics", "hf") == plain | {"semantics": "hf"}
+    sampled = {"do_sample": True, "replacement": False}
+    assert search_of(sampled) == plain | sampled
+    assert search_of(sampled, "--search-options", '{"do_sample": false}')["do_sample"] is False
+
+
 def test_the_command_of_the_document_is_understood() -> None:
     (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", DOCUMENT, re.DOTALL)
     job = parse_job(shlex.split(command.replace("\\\n", " "))[3:])
