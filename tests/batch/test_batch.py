@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import json
@@ -21,7 +22,7 @@ from ray.data._internal.metadata_exporter import sanitize_for_struct
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.batch import search
 from vllm_trie.batch.__main__ import main
-from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts, write_job_line
 from vllm_trie.batch.options import parse_job
 from vllm_trie.batch.search import job_error_reason, job_lines
 
@@ -62,6 +63,7 @@ def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path
             "line 2 has half of a surrogate pair, '\\ud83d'; fix or remove it",
         ),
         (['{"prompt": "a", "id": "\\udc00"}'], "line 1 has half of a surrogate pair, '\\udc00'; fix or remove it"),
+        ([100_000 * "["], "line 1 is nested too deeply"),
         (["", " "], "has no prompts"),
     ],
 )
@@ -152,6 +154,22 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         with pytest.raises(JobError, match="another job is writing to"), open_job_output(path, PROMPTS, ASKED):
             pass
     with pytest.raises(JobError, match="cannot be written"), open_job_output(tmp_path / "no" / "out", PROMPTS, ASKED):
+        pass
+
+
+def test_an_output_that_cannot_be_locked_or_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in Path("/dev/null"), Path("/dev/full"):
+        with pytest.raises(JobError, match=f"{path} is not a regular file"), open_job_output(path, PROMPTS, ASKED):
+            pass
+    with Path("/dev/full").open("a") as full, pytest.raises(JobError, match=r"full cannot be written: .*No space"):
+        write_job_line(full, "line")
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(JobError, match=r"cannot be locked: .*not supp"), open_job_output(path, PROMPTS, ASKED):
         pass
 
 

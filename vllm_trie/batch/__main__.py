@@ -11,7 +11,14 @@ from typing import IO
 
 from tqdm import tqdm
 
-from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts, refuse_one_job_file
+from vllm_trie.batch.files import (
+    JobError,
+    JobPrompt,
+    open_job_output,
+    read_job_prompts,
+    refuse_one_job_file,
+    write_job_line,
+)
 from vllm_trie.batch.options import PROGRAM, Job, parse_job
 
 INTERRUPTED = 130
@@ -49,8 +56,7 @@ def _search_job_prompts(job: Job, pending: Sequence[JobPrompt], num_answered: in
         tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered) as bar,
     ):
         for line in job_lines(job, pending):
-            file.write(f"{line}\n")
-            file.flush()
+            write_job_line(file, line)
             num_failed += "error" in json.loads(line)
             bar.update()
     return num_failed

@@ -77,10 +77,14 @@ def open_job_output(
     except OSError as error:
         raise JobError(f"{path} cannot be written: {error}") from None
     with raw:
+        if not path.is_file():
+            raise JobError(f"{path} is not a regular file; name another --output")
         try:
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
+        except OSError as error:
+            raise JobError(f"{path} cannot be locked: {error}; name an --output on another file system") from None
         answered = _answered_job_prompts(path, dict(prompts), search)
         _remove_half_written_line(raw, path, prompts, search)
         with path.open("a", encoding="utf-8") as file:
@@ -106,6 +110,21 @@ def _remove_half_written_line(raw: BinaryIO, path: Path, prompts: list[JobPrompt
 def job_line(prompt: JobPrompt, search: dict[str, Any], answer: dict[str, Any]) -> str:
     """A prompt's line in the output, without the line break."""
     return json.dumps({**prompt._asdict(), "search": search, **answer}, ensure_ascii=False)
+
+
+def write_job_line(file: IO[str], line: str) -> None:
+    """Append a line to the output, which stays if the job is interrupted.
+
+    Raises:
+        JobError: such as when the disk is full.
+    """
+    try:
+        file.write(f"{line}\n")
+        file.flush()
+    except OSError as error:
+        with suppress(OSError):  # closing writes the rest once more
+            file.close()
+        raise JobError(f"{file.name} cannot be written: {error}") from None
 
 
 def refuse_one_job_file(input_path: Path, output_path: Path) -> None:
@@ -155,6 +174,8 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
                     row = json.loads(line)
                 except ValueError as error:
                     raise JobError(f"{path}, line {number} is not JSON: {error}") from None
+                except RecursionError:
+                    raise JobError(f"{path}, line {number} is nested too deeply") from None
                 if not isinstance(row, dict):
                     raise JobError(
                         f"{path}, line {number} is not a JSON object but {line.strip()[:40].decode(errors='replace')!r}"
