@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,23 @@ def test_an_endpoint_is_told_all_of_the_candidates(endpoint: Callable[..., Any])
     }
     assert (second["text"], second["lookahead"]) == ("c\n", "d\ne")
     assert questions[0] == questions[1]
+
+
+def test_a_question_is_built_without_copies_and_encoded_beside_the_loop(
+    endpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, questions = endpoint("/prm", {"scores": [1.5, -2]})
+    threads, question = list[threading.Thread](), HttpStepScorer.question
+
+    def noted_question(scorer: HttpStepScorer, candidates: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return question(scorer, candidates)
+
+    monkeypatch.setattr(copy, "deepcopy", None)
+    monkeypatch.setattr(HttpStepScorer, "question", noted_question)
+    assert both_ways(url) == [[1.5, -2]] * 2
+    assert questions[0] == questions[1]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize(

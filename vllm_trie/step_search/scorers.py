@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -143,10 +144,14 @@ class HttpStepScorer:
         """Like calling it, but asynchronous."""
         async with httpx.AsyncClient(timeout=TIMEOUT, verify=_step_scorer_certificates()) as client:
             try:
-                response = await client.post(self.url, json=self.question(candidates))
+                # A wide search's question has megabytes, which a thread encodes while the server goes on.
+                response = await client.send(await asyncio.to_thread(self._request, client, candidates))
             except httpx.HTTPError as error:
                 raise self._unreachable(error) from None
         return self.values(response)
+
+    def _request(self, client: httpx.AsyncClient, candidates: Sequence[StepCandidate]) -> httpx.Request:
+        return client.build_request("POST", self.url, json=self.question(candidates))
 
     def _unreachable(self, error: httpx.HTTPError) -> ScorerError:
         return self._failed("cannot be reached", str(error) or type(error).__name__)
@@ -167,7 +172,7 @@ class HttpStepScorer:
             return {"text_1": [c.prompt for c in candidates], "text_2": [c.text_ahead for c in candidates]}
         if self._endpoint in ("classify", "pooling"):
             return {"input": [c.prompt + c.text_ahead for c in candidates]}
-        return {"candidates": [{**asdict(c), "text": c.text} for c in candidates]}
+        return {"candidates": [{**vars(c), "text": c.text} for c in candidates]}
 
     def values(self, response: httpx.Response) -> list[Any]:
         """The scores in a response.
