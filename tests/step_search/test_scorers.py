@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -86,6 +87,13 @@ def test_a_question_is_built_without_copies_and_encoded_beside_the_loop(
     assert both_ways(url) == [[1.5, -2]] * 2
     assert questions[0] == questions[1]
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_certificates_are_read_once(endpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, _ = endpoint("/prm", {"scores": [1.5, -2]})
+    both_ways(url)
+    monkeypatch.setattr(ssl, "create_default_context", None)
+    assert both_ways(url) == [[1.5, -2]] * 2
 
 
 @pytest.mark.parametrize(

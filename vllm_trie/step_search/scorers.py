@@ -135,7 +135,9 @@ class HttpStepScorer:
 
     def __call__(self, candidates: list[StepCandidate]) -> list[Any]:
         try:
-            response = httpx.post(self.url, json=self.question(candidates), timeout=TIMEOUT)
+            response = httpx.post(
+                self.url, json=self.question(candidates), timeout=TIMEOUT, verify=_step_scorer_certificates()
+            )
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         return self.values(response)
@@ -196,7 +198,7 @@ class HttpStepScorer:
 
 @cache
 def _step_scorer_certificates() -> ssl.SSLContext:
-    """The trusted certificates, read once, since that blocks the server for a tenth of a second."""
+    """The trusted certificates, read once, since that takes a tenth of a second."""
     return httpx.create_ssl_context()
 
 
