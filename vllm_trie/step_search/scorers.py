@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.options.parts import NO_SCORER
 from vllm_trie.options.shown import listed_option_names, shown_option
-from vllm_trie.step_search.scores import ScorerError
+from vllm_trie.step_search.scores import ScorerError, UnreachableScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
 
@@ -155,14 +155,14 @@ class HttpStepScorer:
     def _request(self, client: httpx.AsyncClient, candidates: Sequence[StepCandidate]) -> httpx.Request:
         return client.build_request("POST", self.url, json=self.question(candidates))
 
-    def _unreachable(self, error: httpx.HTTPError) -> ScorerError:
-        return self._failed("cannot be reached", str(error) or type(error).__name__)
+    def _unreachable(self, error: Exception) -> ScorerError:
+        return self._failed("cannot be reached", str(error) or type(error).__name__, UnreachableScorerError)
 
-    def _failed(self, what: str, detail: str) -> ScorerError:
+    def _failed(self, what: str, detail: str, kind: type[ScorerError] = ScorerError) -> ScorerError:
         if self.name is None:
-            return ScorerError(f"the scorer at {self.url} {what}: {detail}")
+            return kind(f"the scorer at {self.url} {what}: {detail}")
         logger.error("The scorer %s at %s %s: %s", self.name, self.url, what, detail)
-        return ScorerError(f"the scorer {self.name!r} {what}; the log of the engine's front end has details")
+        return kind(f"the scorer {self.name!r} {what}; the log of the engine's front end has details")
 
     @property
     def _endpoint(self) -> str:
