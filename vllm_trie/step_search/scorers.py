@@ -21,6 +21,7 @@ from vllm_trie.step_search.scores import ScorerError, UnreachableScorerError
 logger = init_logger("vllm.trie_beam.scorers")
 
 TIMEOUT = 600.0  # seconds for the candidates of a round
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError)  # the latter two: a URL is none
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class HttpStepScorer:
             response = httpx.post(
                 self.url, json=self.question(candidates), timeout=TIMEOUT, verify=_step_scorer_certificates()
             )
-        except httpx.HTTPError as error:
+        except UNREACHABLE as error:
             raise self._unreachable(error) from None
         return self.values(response)
 
@@ -148,7 +149,7 @@ class HttpStepScorer:
             try:
                 # A wide search's question has megabytes, which a thread encodes while the server goes on.
                 response = await client.send(await asyncio.to_thread(self._request, client, candidates))
-            except httpx.HTTPError as error:
+            except UNREACHABLE as error:
                 raise self._unreachable(error) from None
         return self.values(response)
 
