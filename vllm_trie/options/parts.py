@@ -159,7 +159,7 @@ class Ranking(Options):
 
     semantics: Semantics | None = option(None)
     length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_VLLM_PENALTY, lt=MOST_VLLM_PENALTY)
-    beam_widths: list[Annotated[int, Field(ge=1)]] | None = option(
+    beam_widths: list[Annotated[int, Field(ge=1, lt=1 << 63)]] | None = option(
         None, _WIDTHS, min_length=1, max_length=MOST_WIDTHS, fail_fast=True
     )
     num_beam_groups: int = option(1, "is not a number of groups; pass an integer >= 1", ge=1)
