@@ -7,7 +7,7 @@
     ... --record                                           write its record instead
 
 pip downloads a release into a temporary folder; nothing of it is installed or imported. A version without a record is
-compared with the installed vLLM. The exit status is 1 if an engine would refuse what differs, or if there is no such
+compared with the installed vLLM. The exit status is 1 if an engine would refuse to start, or if there is no such
 wheel. VLLM_TRIE_CHECK=strict lets it refuse any difference.
 """
 
@@ -80,13 +80,14 @@ def show(sources: VLLMSources, with_diff: bool) -> bool:
     """Print how a vLLM differs from the record of its version; if there is none, from the installed vLLM.
 
     Returns:
-        Whether an engine would refuse these differences.
+        Whether an engine would refuse this vLLM.
     """
     path = vllm_record_path(sources.version)
     record = json.loads(path.read_text()) if path.exists() else vllm_record_entries(installed_vllm())
     found = compare_vllm(sources, record)
     print(f"vLLM {sources.version} against {'the record of' if path.exists() else 'the installed'} {record['vllm']}:")
-    if minor_vllm_version(sources.version) not in SUPPORTED_VERSIONS:
+    is_supported = minor_vllm_version(sources.version) in SUPPORTED_VERSIONS
+    if not is_supported:
         print(f"  engines refuse every {minor_vllm_version(sources.version)}, which is not supported")
     for target, problem in found.refused.items():
         print(f"  refused {target} {problem}")
@@ -95,7 +96,7 @@ def show(sources: VLLMSources, with_diff: bool) -> bool:
     print(", ".join(f"{len(targets)} {state}" for state, targets in found._asdict().items()))
     for target in [*found.refused, *found.changed] if with_diff else ():
         show_diff(target, installed_vllm(), sources)
-    return vllm_check_mode(None) != "off" and bool(found.problems(vllm_check_mode(None)))
+    return not is_supported or (vllm_check_mode(None) != "off" and bool(found.problems(vllm_check_mode(None))))
 
 
 def show_diff(target: str, installed: VLLMSources, other: VLLMSources) -> None:

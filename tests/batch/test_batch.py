@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import json
@@ -11,6 +12,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ import ray.data
 from ray.data._internal.metadata_exporter import sanitize_for_struct
 
 from tests.support.engine import ROOT, TRAINED_TARGET
+from vllm_trie.batch import search
 from vllm_trie.batch.__main__ import main
-from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts, write_job_line
 from vllm_trie.batch.options import parse_job
 from vllm_trie.batch.search import job_error_reason, job_lines
 
@@ -60,6 +63,7 @@ def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path
             "line 2 has half of a surrogate pair, '\\ud83d'; fix or remove it",
         ),
         (['{"prompt": "a", "id": "\\udc00"}'], "line 1 has half of a surrogate pair, '\\udc00'; fix or remove it"),
+        ([100_000 * "["], "line 1 is nested too deeply"),
         (["", " "], "has no prompts"),
     ],
 )
@@ -92,11 +96,22 @@ def line_of(own_id: int | str, prompt: str, **searched: Any) -> str:
 def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> None:
     whole = line_of("x", "b") + line_of(1, "a").replace("[]}", '[], "error": "too long"}')
     path = tmp_path / "out.jsonl"
-    path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
-    with open_job_output(path, PROMPTS, ASKED) as (file, answered):
-        assert answered == {"x": True, 1: False}
-        file.write("more\n")
-    assert path.read_text() == whole + "more\n"
+    for half in '{"id": 3, "prom', line_of(3, "c")[:-3]:
+        path.write_text(whole + half)
+        with open_job_output(path, PROMPTS, ASKED) as (file, answered):
+            assert answered == {"x": True, 1: False}
+            file.write("more\n")
+        assert path.read_text() == whole + "more\n"
+
+
+@pytest.mark.parametrize("text", ['{"learning_rate": 1e-3}', '{"id": 3, "prompt": "c"}', "x", line_of(3, "d")[:-1]])
+def test_a_file_that_this_job_did_not_write_stays(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    refusal = pytest.raises(JobError, match="ends with a line that this job did not write; name another --output")
+    with refusal, open_job_output(path, PROMPTS, ASKED):
+        pass
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -142,7 +157,25 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         pass
 
 
+def test_an_output_that_cannot_be_locked_or_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in Path("/dev/null"), Path("/dev/full"):
+        with pytest.raises(JobError, match=f"{path} is not a regular file"), open_job_output(path, PROMPTS, ASKED):
+            pass
+    with Path("/dev/full").open("a") as full, pytest.raises(JobError, match=r"full cannot be written: .*No space"):
+        write_job_line(full, "line")
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(JobError, match=r"cannot be locked: .*not supp"), open_job_output(path, PROMPTS, ASKED):
+        pass
+
+
 # The command line.
+
+USUAL = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +206,7 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
             "structured_outputs has no 'regexp'; it has: json, regex, choice, ",
         ),
         (["--max-tokens", "0"], "--max-tokens: max_tokens must be at least 1"),
+        (["--output", "in.jsonl"], "--output=in.jsonl is the input, too; name another file"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
@@ -192,16 +226,16 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}')
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    monkeypatch.setattr(sys, "argv", ["batch", *usual, *options])
+    monkeypatch.setattr(sys, "argv", ["batch", *USUAL, *options])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err if isinstance(ended.value.code, int) else f"{ended.value.code}\n"
     assert said.startswith("python -m vllm_trie.entrypoints.batch: ")
     assert message in said
     assert said.count("\n") == 1
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "a"}'
     assert ended.value.code != 0
 
 
@@ -210,9 +244,8 @@ def test_a_job_that_is_whole_ends_as_it_did(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    monkeypatch.setattr(sys, "argv", ["batch", *usual])
-    asked = parse_job(usual).search
+    monkeypatch.setattr(sys, "argv", ["batch", *USUAL])
+    asked = parse_job(USUAL).search
     answers = [{"id": 1, "prompt": "a", "search": asked, "hypotheses": []}]
     answers += [{"id": 2, "prompt": "b", "search": asked, "hypotheses": [], "error": "too long"}]
     write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
@@ -221,13 +254,25 @@ def test_a_job_that_is_whole_ends_as_it_did(
 
 
 def test_options_come_as_json_has_them() -> None:
-    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     given = {"logit_bias": {"5": 1.0}, "structured_outputs": {"regex": "a+"}}
-    job = parse_job([*usual, "--search-options", json.dumps(given)])
+    job = parse_job([*USUAL, "--search-options", json.dumps(given)])
     assert job.params.logit_bias == {5: 1.0}
     assert job.params.structured_outputs is not None
     assert job.params.structured_outputs.regex == "a+"
     assert {name: job.search[name] for name in given} == given
+
+
+def test_a_job_records_the_defaults_of_its_engine_that_it_does_not_set() -> None:
+    def search_of(defaults: dict[str, Any], *options: str) -> dict[str, Any]:
+        return parse_job([*USUAL, "--additional-config", json.dumps({"trie_beam": defaults}), *options]).search
+
+    plain = parse_job(USUAL).search
+    assert search_of({"semantics": "hf", "reclaim_interval": 3}) == plain
+    assert search_of({"semantics": "vllm"}) == plain | {"semantics": "vllm"}
+    assert search_of({"semantics": "vllm"}, "--semantics", "hf") == plain | {"semantics": "hf"}
+    sampled = {"do_sample": True, "replacement": False}
+    assert search_of(sampled) == plain | sampled
+    assert search_of(sampled, "--search-options", '{"do_sample": false}')["do_sample"] is False
 
 
 def test_the_command_of_the_document_is_understood() -> None:
@@ -266,8 +311,9 @@ def test_of_a_traceback_what_the_engine_said_is_told() -> None:
     assert job_error_reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
 
 
-def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its actor of statistics would import it."""
+@pytest.fixture
+def asked_of_ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments that a job passes to Ray Data's `map_batches`, which does nothing."""
     asked = dict[str, Any]()
 
     class Rows:
@@ -280,13 +326,26 @@ def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray.data, "from_items", lambda *_, **__: Rows())
     monkeypatch.setattr(ray, "put", lambda _: ray.ObjectRef.nil())
-    job = parse_job(
-        ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
-    )
+    return asked
+
+
+def test_an_engine_gets_a_gpu_for_each_of_its_workers(
+    asked_of_ray: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_job([*USUAL, "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"])
+    for is_cpu, num_gpus in (False, 4), (True, 0):
+        monkeypatch.setattr(search, "current_platform", SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu))
+        assert [*job_lines(job, [JobPrompt(1, "x")])] == []
+        assert asked_of_ray["num_gpus"] == num_gpus
+
+
+def test_what_ray_data_tells_of_the_engines_needs_no_vllm(asked_of_ray: dict[str, Any]) -> None:
+    """Or its actor of statistics would import it."""
+    job = parse_job(USUAL)
     assert [*job_lines(job, [JobPrompt(1, "x")])] == []
     pickled, stock = (
         [op.name for op, *_ in pickletools.genops(pickle.dumps(sanitize_for_struct(arguments))) if "GLOBAL" in op.name]
-        for arguments in (asked["fn_constructor_args"], job.engine_args)
+        for arguments in (asked_of_ray["fn_constructor_args"], job.engine_args)
     )
     assert pickled == []
     assert stock, "engine arguments themselves are not pickled as texts alone"

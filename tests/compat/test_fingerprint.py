@@ -483,13 +483,13 @@ def test_a_version_without_a_record_is_compared_with_the_installed_one_and_can_b
 ) -> None:
     monkeypatch.setattr(fingerprint, "RECORDS", tmp_path / "patches")
     other.file("vllm._version").write_text("__version__ = version = '0.99.1'\n")
-    assert run(monkeypatch, "--against", other.folder) == 0
+    assert run(monkeypatch, "--against", other.folder) == 1
     printed = capsys.readouterr().out
     assert f"vLLM 0.99.1 against the installed {installed_vllm().version}:" in printed
     assert "  engines refuse every 0.99, which is not supported\n" in printed
     assert run(monkeypatch, "--record", "--against", other.folder) == 0
     assert (tmp_path / "patches" / "0.99" / "touched.json").exists()
-    assert run(monkeypatch, "--against", other.folder) == 0
+    assert run(monkeypatch, "--against", other.folder) == 1
     assert "against the record of 0.99.1:" in capsys.readouterr().out
 
 

@@ -91,6 +91,12 @@ def test_options_of_others_pass() -> None:
     assert parse_options(None) is None
 
 
+@pytest.mark.parametrize("width", [1 << 63, 1 << 70])
+def test_a_width_that_is_no_number_of_beams_is_named_as_it_was_set(width: int) -> None:
+    with pytest.raises(ValueError, match=r"^beam_widths=\[.*\] is not a list of numbers of beams; pass 1 to 4,096"):
+        parse_options({"beam_widths": [2, width]})
+
+
 def test_options_without_a_width_are_refused() -> None:
     with pytest.raises(ValueError, match="length_penalty given without beam_width"):
         parse_options({"length_penalty": 1.0})

@@ -15,7 +15,13 @@ from vllm_trie import BeamParams, beam_params
     [
         ({"rerank": "map"}, "rerank='map' is unknown; known: 'mbr'"),
         ({"rerank": "mbr", "metric": "comet"}, "metric='comet' is not a metric; pass a callable, or one of \"chrf\""),
-        ({"rerank": "mbr", "rerank_scale": -1}, "rerank_scale=-1 is not a power of probabilities; pass a number >= 0"),
+        *(
+            (
+                {"rerank": "mbr", "rerank_scale": scale},
+                f"rerank_scale={scale} is not a power of probabilities; pass a number from 0 to 1,000",
+            )
+            for scale in (-1, 2000)
+        ),
         ({"rerank": "mbr", "rerank_confidence": 1}, "rerank_confidence=1 is not a confidence; pass a number in (0, 1)"),
         ({"metric": "bleu"}, "metric='bleu' acts only with rerank; add rerank=\"mbr\""),
         ({"rerank_scale": 0.5}, "rerank_scale=0.5 acts only with rerank"),

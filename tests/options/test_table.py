@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from typing import Any
 
 import pytest
+from annotated_types import Le, Lt
 
 from tests.support.engine import ROOT
 from tools.options_tables import PAGE, with_tables
@@ -37,6 +39,13 @@ def test_every_option_has_a_meaning_and_says_what_is_wrong_with_a_value() -> Non
     for name, field in (OPTIONS | EngineOptions.model_fields).items():
         assert field.description, name
         assert option_fault(field).startswith("is "), name
+
+
+def test_a_refusal_has_the_bound_that_a_value_exceeds() -> None:
+    for name, field in (OPTIONS | EngineOptions.model_fields).items():
+        bounds = [most.le if isinstance(most, Le) else most.lt for most in field.metadata if isinstance(most, Le | Lt)]
+        for bound in bounds:
+            assert bound == math.inf or f"{bound:,.0f}" in option_fault(field), name
 
 
 def test_every_option_belongs_to_one_part() -> None:

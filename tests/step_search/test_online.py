@@ -35,6 +35,7 @@ class Reckoning:
         return {"candidate": ("prompt", None)}
 
     def take(self, outputs: list[Any]) -> list[str]:
+        self._let_others_have_a_turn()
         return outputs
 
     def scorer(self, candidates: list[str]) -> list[float]:

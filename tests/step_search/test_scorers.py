@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -70,6 +72,30 @@ def test_an_endpoint_is_told_all_of_the_candidates(endpoint: Callable[..., Any])
     assert questions[0] == questions[1]
 
 
+def test_a_question_is_built_without_copies_and_encoded_beside_the_loop(
+    endpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, questions = endpoint("/prm", {"scores": [1.5, -2]})
+    threads, question = list[threading.Thread](), HttpStepScorer.question
+
+    def noted_question(scorer: HttpStepScorer, candidates: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return question(scorer, candidates)
+
+    monkeypatch.setattr(copy, "deepcopy", None)
+    monkeypatch.setattr(HttpStepScorer, "question", noted_question)
+    assert both_ways(url) == [[1.5, -2]] * 2
+    assert questions[0] == questions[1]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_certificates_are_read_once(endpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, _ = endpoint("/prm", {"scores": [1.5, -2]})
+    both_ways(url)
+    monkeypatch.setattr(ssl, "create_default_context", None)
+    assert both_ways(url) == [[1.5, -2]] * 2
+
+
 @pytest.mark.parametrize(
     ("path", "asked", "data"),
     [
@@ -129,10 +155,13 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
 def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Callable[..., Any]) -> None:
     url, _ = endpoint("/prm", {"error": "secret"}, 500)
     more = "; the log of the engine's front end has details"
-    for where, why in ((url, "answered 500"), ("http://me:secret@127.0.0.1:9/prm", "cannot be reached")):
-        with pytest.raises(ScorerError) as failed:
-            HttpStepScorer(where, "prm")(CANDIDATES)
-        assert str(failed.value) == f"the scorer 'prm' {why}{more}"
+    wrong = ("http://me:secret@127.0.0.1:9/prm", "http://host:abc/x", "http://[::1")
+    for where, why in ((url, "answered 500"), *((where, "cannot be reached") for where in wrong)):
+        scorer = HttpStepScorer(where, "prm")
+        for ask in (scorer, lambda candidates, scorer=scorer: asyncio.run(scorer.ask(candidates))):
+            with pytest.raises(ScorerError) as failed:
+                ask(CANDIDATES)
+            assert str(failed.value) == f"the scorer 'prm' {why}{more}"
 
 
 def test_a_client_can_name_the_engines_scorers_alone() -> None:
@@ -143,7 +172,13 @@ def test_a_client_can_name_the_engines_scorers_alone() -> None:
         step_scorer_of("http://other/prm", known, is_offline=False)
 
 
-@pytest.mark.parametrize("scorers", [{"prm": "file:///etc/passwd"}, {"prm": 3}, ["http://host"], {"prm": "host:80"}])
+@pytest.mark.parametrize(
+    "scorers",
+    [
+        *({"prm": "file:///etc/passwd"}, {"prm": 3}, ["http://host"], {"prm": "host:80"}),
+        *({"prm": "http://host:abc/x"}, {"prm": "http://[::1"}, {"prm": "http:///x"}, {"prm": "http://host:70000"}),
+    ],
+)
 def test_an_engines_scorers_are_urls(scorers: Any) -> None:
     with pytest.raises(ValueError, match=r"scorers=.* is not a mapping of names to URLs"):
         EngineOptions(scorers=scorers)

@@ -11,7 +11,14 @@ from typing import IO
 
 from tqdm import tqdm
 
-from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.files import (
+    JobError,
+    JobPrompt,
+    open_job_output,
+    read_job_prompts,
+    refuse_one_job_file,
+    write_job_line,
+)
 from vllm_trie.batch.options import PROGRAM, Job, parse_job
 
 INTERRUPTED = 130
@@ -24,6 +31,7 @@ def main() -> None:
     try:
         if find_spec("ray") is None:
             raise JobError("Ray is missing; pip install 'vllm_trie[ray]'")
+        refuse_one_job_file(job.input, job.output)
         prompts = read_job_prompts(job.input, job.field)
         with open_job_output(job.output, prompts, job.search) as (file, answered):
             pending = [prompt for prompt in prompts if prompt.id not in answered]
@@ -48,8 +56,7 @@ def _search_job_prompts(job: Job, pending: Sequence[JobPrompt], num_answered: in
         tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered) as bar,
     ):
         for line in job_lines(job, pending):
-            file.write(f"{line}\n")
-            file.flush()
+            write_job_line(file, line)
             num_failed += "error" in json.loads(line)
             bar.update()
     return num_failed

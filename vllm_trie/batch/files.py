@@ -7,13 +7,14 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from vllm_trie.entrypoints.requests.refusals import lone_surrogate_in_request
 
 Id = int | str
+_INSTEAD = "name another --output, or move the file away"
 
 
 class JobError(Exception):
@@ -60,7 +61,7 @@ def open_job_output(
 ) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
     """Open and lock the output, to append lines to it.
 
-    A job may be interrupted at any time: whole lines count, and a half-written last line is removed.
+    A job may be interrupted at any time: whole lines count, and a half-written last line of this job is removed.
 
     Args:
         search: The value of "search" in each line.
@@ -69,34 +70,84 @@ def open_job_output(
         The file, and for the id of each prompt that has a line already, whether it could be searched.
 
     Raises:
-        JobError: another job writes to the file, or its lines are of other prompts or of another search.
+        JobError: another job writes to the file, or it has something else than lines of these prompts and this search.
     """
     try:
         raw = path.open("a+b")
     except OSError as error:
         raise JobError(f"{path} cannot be written: {error}") from None
     with raw:
+        if not path.is_file():
+            raise JobError(f"{path} is not a regular file; name another --output")
         try:
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
+        except OSError as error:
+            raise JobError(f"{path} cannot be locked: {error}; name an --output on another file system") from None
         answered = _answered_job_prompts(path, dict(prompts), search)
-        raw.seek(0)
-        raw.truncate(sum(len(line) for line in raw if line.endswith(b"\n")))
+        _remove_half_written_line(raw, path, prompts, search)
         with path.open("a", encoding="utf-8") as file:
             yield file, answered
+
+
+def _remove_half_written_line(raw: BinaryIO, path: Path, prompts: list[JobPrompt], search: dict[str, Any]) -> None:
+    """Remove a last line without a line break, unless something else than this job wrote it."""
+    raw.seek(0)
+    length, last = 0, b""
+    for line in raw:
+        length, last = length + len(last), line
+    if not last or last.endswith(b"\n"):
+        return
+    for prompt in prompts:
+        begun = job_line(prompt, search, {})[:-1].encode()
+        if begun.startswith(last) or last.startswith(begun):
+            raw.truncate(length)
+            return
+    raise JobError(f"{path} ends with a line that this job did not write; {_INSTEAD}")
+
+
+def job_line(prompt: JobPrompt, search: dict[str, Any], answer: dict[str, Any]) -> str:
+    """A prompt's line in the output, without the line break."""
+    return json.dumps({**prompt._asdict(), "search": search, **answer}, ensure_ascii=False)
+
+
+def write_job_line(file: IO[str], line: str) -> None:
+    """Append a line to the output, which stays if the job is interrupted.
+
+    Raises:
+        JobError: such as when the disk is full.
+    """
+    try:
+        file.write(f"{line}\n")
+        file.flush()
+    except OSError as error:
+        with suppress(OSError):  # closing writes the rest once more
+            file.close()
+        raise JobError(f"{file.name} cannot be written: {error}") from None
+
+
+def refuse_one_job_file(input_path: Path, output_path: Path) -> None:
+    """Refuse an input that is the output, too, by whatever paths.
+
+    Raises:
+        JobError: it is.
+    """
+    with suppress(OSError):  # one of them cannot be found, as whoever opens it reports
+        if output_path.samefile(input_path):
+            raise JobError(f"--output={output_path} is the input, too; name another file")
 
 
 def _answered_job_prompts(path: Path, texts: dict[Id, str], search: dict[str, Any]) -> dict[Id, bool]:
     answered = dict[Id, bool]()
     for number, row in _job_file_objects(path, is_output=True):
         own_id = row.get("id")
-        where, instead = f"{path}, line {number}", "name another --output, or move the file away"
+        where = f"{path}, line {number}"
         is_known = isinstance(own_id, int | str) and own_id in texts
         if own_id is None or not is_known or "hypotheses" not in row or row.get("prompt") != texts[own_id]:
-            raise JobError(f"{where} answers no prompt of this job; {instead}")
+            raise JobError(f"{where} answers no prompt of this job; {_INSTEAD}")
         if differing := _differing_job_search(row.get("search"), search):
-            raise JobError(f"{where} was searched with {differing}; {instead}")
+            raise JobError(f"{where} was searched with {differing}; {_INSTEAD}")
         answered[own_id] = "error" not in row
     return answered
 
@@ -112,7 +163,7 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
     """Line numbers and objects of a file.
 
     Args:
-        is_output: Skip a last line without a line break, which was half written.
+        is_output: Skip a last line without a line break, which may be half written.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
@@ -123,6 +174,8 @@ def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int
                     row = json.loads(line)
                 except ValueError as error:
                     raise JobError(f"{path}, line {number} is not JSON: {error}") from None
+                except RecursionError:
+                    raise JobError(f"{path}, line {number} is nested too deeply") from None
                 if not isinstance(row, dict):
                     raise JobError(
                         f"{path}, line {number} is not a JSON object but {line.strip()[:40].decode(errors='replace')!r}"

@@ -36,7 +36,7 @@ class Job:
     field: str
     num_engines: int
     batch_size: int
-    search: dict[str, Any]  # the model and the search's options as given: what answers depend on
+    search: dict[str, Any]  # the model, and options that the search or else the engine sets: what answers depend on
     params: SamplingParams
     engine_args: EngineArgs
 
@@ -64,7 +64,9 @@ def parse_job(arguments: Sequence[str] | None = None) -> Job:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is too few; pass at least 1")
         search = _job_search_options(args)
         files, sizes = (args.input, args.output, args.field), (args.num_engines, args.batch_size)
-        return Job(*files, *sizes, {"model": args.model} | search, _job_search(search), _job_engine_args(args))
+        params, engine_args = _job_search(search), _job_engine_args(args)
+        recorded = {"model": args.model} | search | _engine_defaults_of_job(search, engine_args)
+        return Job(*files, *sizes, recorded, params, engine_args)
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
 
@@ -122,6 +124,12 @@ def _job_search_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--search-options sets {name}, which batch jobs do not support; leave it out")
     own = {name: getattr(args, name) for name in SEARCH}
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
+
+
+def _engine_defaults_of_job(search: Mapping[str, Any], engine_args: EngineArgs) -> dict[str, Any]:
+    """The defaults for searches that the engine is started with, except those that this search sets itself."""
+    defaults = EngineOptions.from_additional_config(engine_args.additional_config).params()
+    return {name: value for name, value in defaults.items() if name in OPTIONS and search.get(name) is None}
 
 
 def _job_search(search: dict[str, Any]) -> SamplingParams:

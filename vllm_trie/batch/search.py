@@ -20,7 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.batch.files import JobError, JobPrompt
+from vllm_trie.batch.files import JobError, JobPrompt, job_line
 from vllm_trie.batch.options import Job
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.answers.compact import answer_of_search
@@ -57,8 +57,7 @@ class BatchSearcher:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""
         prompts = [JobPrompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
         answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
-        objects = [{**prompt._asdict(), "search": self._options, **answer} for prompt, answer in answers]
-        return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
+        return {"line": [job_line(prompt, self._options, answer) for prompt, answer in answers]}
 
     def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """The answer to each text. A refusal of one does not stop the search of others."""
@@ -126,13 +125,14 @@ def job_lines(job: Job, prompts: Sequence[JobPrompt]) -> Iterator[str]:
     context.execution_options.preserve_order = True
     rows = [{"id": json.dumps(prompt.id), "prompt": prompt.prompt} for prompt in prompts]
     num_batches = ceil(len(rows) / job.batch_size)
+    num_gpus = job.engine_args.tensor_parallel_size * job.engine_args.pipeline_parallel_size
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         BatchSearcher,
         fn_constructor_args=(ray.put(job.engine_args), job.params, job.search),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
         num_cpus=1,
-        num_gpus=0 if current_platform.is_cpu() else job.engine_args.tensor_parallel_size,
+        num_gpus=0 if current_platform.is_cpu() else num_gpus,
         runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(CARRIED)}},
     )
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator
 
 from vllm_trie.options.matrix import refuse_options
 from vllm_trie.options.parts import NO_BEAMS, Sampling, Semantics, Speculating
@@ -16,6 +17,13 @@ from vllm_trie.options.table import option, option_meant_by
 PLUGIN_NAME = "trie_beam"
 MOST_TABLES = 1 << 31  # bytes: searches number the parts of these tables by 19 bits
 _TABLES = f"is not a number of bytes; pass an integer from 0 to {MOST_TABLES:,}"
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)  # raises a ValueError, as its port does
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError
+    return url
 
 
 class EngineOptions(Speculating, Sampling):
@@ -58,7 +66,7 @@ class EngineOptions(Speculating, Sampling):
     exclude: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"blocked": "blocked.txt"}')
     catalog_folder: str | None = option(None, "is not a folder; pass its path")
     request_tables_bytes: int = option(128 << 20, _TABLES, ge=0, le=MOST_TABLES)
-    scorers: dict[str, Annotated[str, Field(pattern="^https?://")]] = option(
+    scorers: dict[str, Annotated[str, AfterValidator(_checked_url)]] = option(
         {}, 'is not a mapping of names to URLs; pass {"prm": "http://host:8000/classify"}'
     )
     shared_prefix_attention: Literal["auto", "on", "off"] = option("auto")

@@ -96,6 +96,7 @@ _CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a 
 _TEMPERATURE = "is not a temperature; pass a number > 0"
 _PRICE = "is not a price of KV; pass a number >= 0"
 _EXPLORATION = "is not a factor; pass a number >= 0"
+_SCALE = f"is not a power of probabilities; pass a number from 0 to {MOST_SCALE:,}"
 _EXPONENT = (
     f'is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}, or with semantics="vllm" above '
     f"-{MOST_VLLM_PENALTY} and below {MOST_VLLM_PENALTY}; 1.0 compares means, 0.0 sums"
@@ -158,7 +159,7 @@ class Ranking(Options):
 
     semantics: Semantics | None = option(None)
     length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_VLLM_PENALTY, lt=MOST_VLLM_PENALTY)
-    beam_widths: list[Annotated[int, Field(ge=1)]] | None = option(
+    beam_widths: list[Annotated[int, Field(ge=1, lt=1 << 63)]] | None = option(
         None, _WIDTHS, min_length=1, max_length=MOST_WIDTHS, fail_fast=True
     )
     num_beam_groups: int = option(1, "is not a number of groups; pass an integer >= 1", ge=1)
@@ -214,7 +215,7 @@ class Reranking(Options):
     metric: MetricName | Callable[..., Any] = option(
         "chrf", 'is not a metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
     )
-    rerank_scale: Number = option(0.0, "is not a power of probabilities; pass a number >= 0", ge=0, le=MOST_SCALE)
+    rerank_scale: Number = option(0.0, _SCALE, ge=0, le=MOST_SCALE)
     rerank_confidence: Number | None = option(
         None, "is not a confidence; pass a number in (0, 1), such as 0.99", gt=0, lt=1
     )

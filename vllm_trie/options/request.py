@@ -52,7 +52,7 @@ class BeamParams(RequestSpeculating, Catalogs, RequestSampling, Reranking, Deliv
         widths = options.get("beam_widths")
         if widths is not None and options.get("beam_width") is None:
             self.check_sizes({"beam_widths": widths})
-            are_numbers = isinstance(widths, list) and all(type(width) is int for width in widths)
+            are_numbers = isinstance(widths, list) and all(type(width) is int and width < 1 << 63 for width in widths)
             options["beam_width"] = max(1, *widths) if are_numbers and widths else 1
         super().__init__(**options)
 

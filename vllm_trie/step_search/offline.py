@@ -22,7 +22,7 @@ from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.opening import open_step_request
 from vllm_trie.step_search.request import StepRequest, step_search_of
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
-from vllm_trie.step_search.scores import checked_step_scores
+from vllm_trie.step_search.scores import UnreachableScorerError, checked_step_scores
 
 
 @dataclass
@@ -155,12 +155,26 @@ def _scored_step_searches(asking: list[Asking]) -> Iterator[tuple[_RunningStepSe
     for together in by_scorer.values():
         all_candidates = [candidate for _, candidates in together for candidate in candidates]
         scores = _ask_step_scorer(together[0][0].request.scorer, all_candidates)
+        if isinstance(scores, Exception):
+            yield from _step_searches_scored_alone(together, scores)
+            continue
         for running, candidates in together:
-            if isinstance(scores, list):
-                yield running, scores[: len(candidates)]
-                scores = scores[len(candidates) :]
-            else:
-                yield running, scores if len(together) == 1 else _ask_step_scorer(running.request.scorer, candidates)
+            yield running, scores[: len(candidates)]
+            scores = scores[len(candidates) :]
+
+
+def _step_searches_scored_alone(
+    failed: list[Asking], failure: Exception
+) -> Iterator[tuple[_RunningStepSearch, list[float] | Exception]]:
+    """Call a scorer, which failed for these searches together, once per search, until its endpoint is unreachable.
+
+    The first search of several tries even such an endpoint again: all questions at once may have been too large.
+    """
+    scores: list[float] | Exception = failure
+    for number, (running, candidates) in enumerate(failed):
+        if len(failed) > 1 and not (number and isinstance(scores, UnreachableScorerError)):
+            scores = _ask_step_scorer(running.request.scorer, candidates)
+        yield running, scores
 
 
 def _ask_step_scorer(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Exception:

@@ -95,7 +95,7 @@ async def _answer_of_step_search(engine: AsyncLLM, request: StepRequest, sample:
                 return request.aborted()
             raise
         try:
-            if candidates := request.take(sampled):
+            if candidates := await _step_search_in_thread(request.take, sampled):
                 is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))
         except StepAbortedError:
             return request.aborted()

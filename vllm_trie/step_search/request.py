@@ -197,12 +197,17 @@ class StepRequest:
             hypothesis.text,
             list(hypothesis.token_ids),
             hypothesis.sum_logprobs,
-            None
-            if self.params.logprobs is None
-            else [*chain.from_iterable(note.logprobs for note in hypothesis.notes)],
+            None if self.params.logprobs is None else _joined_logprobs([note.logprobs for note in hypothesis.notes]),
             finish_reason=hypothesis.finish_reason or "abort",
             stop_reason=hypothesis.stop_reason,
         )
+
+
+def _joined_logprobs(of_steps: Sequence[Any]) -> Any:
+    """Log-probabilities of all steps, in vLLM's container of each: a list, or `FlatLogprobs`."""
+    joined = of_steps[0][:0]
+    joined.extend(chain.from_iterable(of_steps))
+    return joined
 
 
 def step_search_of(candidate_id: str) -> str:

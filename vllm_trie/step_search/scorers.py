@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -15,11 +16,12 @@ from vllm.logger import init_logger
 
 from vllm_trie.options.parts import NO_SCORER
 from vllm_trie.options.shown import listed_option_names, shown_option
-from vllm_trie.step_search.scores import ScorerError
+from vllm_trie.step_search.scores import ScorerError, UnreachableScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
 
 TIMEOUT = 600.0  # seconds for the candidates of a round
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError)  # the latter two: a URL is none
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,10 @@ class HttpStepScorer:
 
     def __call__(self, candidates: list[StepCandidate]) -> list[Any]:
         try:
-            response = httpx.post(self.url, json=self.question(candidates), timeout=TIMEOUT)
-        except httpx.HTTPError as error:
+            response = httpx.post(
+                self.url, json=self.question(candidates), timeout=TIMEOUT, verify=_step_scorer_certificates()
+            )
+        except UNREACHABLE as error:
             raise self._unreachable(error) from None
         return self.values(response)
 
@@ -143,19 +147,23 @@ class HttpStepScorer:
         """Like calling it, but asynchronous."""
         async with httpx.AsyncClient(timeout=TIMEOUT, verify=_step_scorer_certificates()) as client:
             try:
-                response = await client.post(self.url, json=self.question(candidates))
-            except httpx.HTTPError as error:
+                # A wide search's question has megabytes, which a thread encodes while the server goes on.
+                response = await client.send(await asyncio.to_thread(self._request, client, candidates))
+            except UNREACHABLE as error:
                 raise self._unreachable(error) from None
         return self.values(response)
 
-    def _unreachable(self, error: httpx.HTTPError) -> ScorerError:
-        return self._failed("cannot be reached", str(error) or type(error).__name__)
+    def _request(self, client: httpx.AsyncClient, candidates: Sequence[StepCandidate]) -> httpx.Request:
+        return client.build_request("POST", self.url, json=self.question(candidates))
 
-    def _failed(self, what: str, detail: str) -> ScorerError:
+    def _unreachable(self, error: Exception) -> ScorerError:
+        return self._failed("cannot be reached", str(error) or type(error).__name__, UnreachableScorerError)
+
+    def _failed(self, what: str, detail: str, kind: type[ScorerError] = ScorerError) -> ScorerError:
         if self.name is None:
-            return ScorerError(f"the scorer at {self.url} {what}: {detail}")
+            return kind(f"the scorer at {self.url} {what}: {detail}")
         logger.error("The scorer %s at %s %s: %s", self.name, self.url, what, detail)
-        return ScorerError(f"the scorer {self.name!r} {what}; the log of the engine's front end has details")
+        return kind(f"the scorer {self.name!r} {what}; the log of the engine's front end has details")
 
     @property
     def _endpoint(self) -> str:
@@ -167,7 +175,7 @@ class HttpStepScorer:
             return {"text_1": [c.prompt for c in candidates], "text_2": [c.text_ahead for c in candidates]}
         if self._endpoint in ("classify", "pooling"):
             return {"input": [c.prompt + c.text_ahead for c in candidates]}
-        return {"candidates": [{**asdict(c), "text": c.text} for c in candidates]}
+        return {"candidates": [{**vars(c), "text": c.text} for c in candidates]}
 
     def values(self, response: httpx.Response) -> list[Any]:
         """The scores in a response.
@@ -191,7 +199,7 @@ class HttpStepScorer:
 
 @cache
 def _step_scorer_certificates() -> ssl.SSLContext:
-    """The trusted certificates, read once, since that blocks the server for a tenth of a second."""
+    """The trusted certificates, read once, since that takes a tenth of a second."""
     return httpx.create_ssl_context()
 
 

@@ -12,6 +12,10 @@ class ScorerError(ValueError):
     """A scorer failed, or did not return scores."""
 
 
+class UnreachableScorerError(ScorerError):
+    """A scorer's endpoint did not answer."""
+
+
 def checked_step_scores(scores: Iterable[Any], count: int) -> list[float]:
     """The scores that a scorer returned, as `count` finite numbers.
 

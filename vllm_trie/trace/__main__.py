@@ -25,10 +25,15 @@ def trace_parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = trace_parser().parse_args()
     try:
-        trace = Trace.of(json.loads(options.answer.read_text("utf-8")))
-        options.page.write_text(trace_page(trace, options.title), "utf-8")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        page = trace_page(Trace.of(json.loads(options.answer.read_text("utf-8"))), options.title)
+    except (OSError, ValueError) as error:
         sys.exit(f"{options.answer}: {error}")
+    except (AttributeError, KeyError, IndexError, TypeError, RecursionError):
+        sys.exit(f"{options.answer} is not an answer with a trace, or is damaged")
+    try:
+        options.page.write_text(page, "utf-8")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{options.page}: {error}")
 
 
 if __name__ == "__main__":
