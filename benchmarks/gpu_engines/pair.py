@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks import models
+from benchmarks.beam_sampling import MODES, TEMPERATURE, Params, sampled_params
 from benchmarks.common import TARGET, alternate, generate, stop
 from benchmarks.gpu_engines.options import GRAPHS_ALONE, MEMORY_SHARE, folder_of
 from benchmarks.gpu_engines.replies import check_hypotheses, outputs_of
 from benchmarks.gpu_searches import DRAFT_MODEL, MAX_TOKENS, PROMPT_LENGTH, prompts
-from benchmarks.tables.dsbd import MODES, TEMPERATURE, Params, sampled_params
-from benchmarks.watch import total_counts
 
 WIDTH, NUM_PROMPTS, MOST_SECONDS = 4, 8, 30
 SAMPLED = MODES[f"beam sampling, {WIDTH}"]
@@ -94,6 +93,8 @@ def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[Any]:
 
 def rows(llm: Any, case: Case, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
     """A row of `COLUMNS`."""
+    from benchmarks.watch import total_counts
+
     asked = prompts(2 if args.rehearse else NUM_PROMPTS)
 
     def search(params: Params) -> list[Any]:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
-
-import httpx
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.gpu_engines import published
 from benchmarks.gpu_engines.options import (
@@ -26,7 +24,9 @@ from benchmarks.gpu_engines.options import (
 )
 from benchmarks.gpu_engines.published import NOTHING, Published
 from benchmarks.gpu_engines.replies import arrays_of, check_cached, check_hypotheses
-from benchmarks.server import START_SECONDS, serving
+
+if TYPE_CHECKING:
+    import httpx
 
 REQUESTS, REQUESTS_OF_EACH = 64, 8  # of all clients together, and of each: the larger of both numbers
 RUNS, MOST_SECONDS = 2, 15  # of so many requests, unless the first took longer
@@ -88,6 +88,10 @@ SMALL = tuple(Case("tiny", 3, 3, 70, 2, is_along_catalog=along) for along in (Fa
 @contextmanager
 def running(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[httpx.Client]:
     """A client of a server for cases that share one."""
+    import httpx
+
+    from benchmarks.server import START_SECONDS, serving
+
     most_rows = min(MOST_ROWS, max(case.width * case.num_clients for case in cases))
     folder = folder_of(cases[0].model)
     options = engine_options(cases[0].model, most_rows, folder, args)

@@ -4,51 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import models
+from benchmarks.beam_sampling import DRAFTS, MODES, TEMPERATURE, Params, sampled_params
 from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import interval, paired
 from benchmarks.tables.energy import Meter, joules_per_call, meters
 from benchmarks.watch import Layers, manager_of, total_counts, verified_layers
-from vllm_trie import beam_params
 
-TEMPERATURE, LAYERS, DRAFTS = 0.7, 3, 6  # the paper drafts 3 layers of up to 6
+LAYERS = 3  # as many as the paper drafts
 WIDEST = 4
-PLAIN = {"do_sample": True, "speculation": "off"}
-
-
-class Mode(NamedTuple):
-    """A search with drafts, and the one without that it is held against."""
-
-    width: int
-    options: dict[str, Any]
-    plain_width: int
-    plain_options: dict[str, Any] = PLAIN
-
-
-def _with_drafts(width: int, draft_width: int = DRAFTS, **options: Any) -> dict[str, Any]:
-    return {"do_sample": True, "draft_width": max(draft_width, width), **options}
-
-
-MODES: dict[str, Mode] = {
-    **{f"beam sampling, {width}": Mode(width, _with_drafts(width), width) for width in (1, 2, 4)},
-    "with replacement, 4": Mode(4, _with_drafts(4, replacement=True), 4, PLAIN | {"replacement": True}),
-    "dynamic width, 1 to 4": Mode(4, _with_drafts(4, threshold=0.7), 4),
-    "dynamic width, 1 to 6": Mode(DRAFTS, _with_drafts(DRAFTS, threshold=0.7), DRAFTS),
-    "one sequence": Mode(1, _with_drafts(1, draft_width=1), 1),
-    "memory mode, 4, against one sequence": Mode(4, _with_drafts(4, memory_mode=True), 1),
-    **{
-        f"accept_top_k={best}, {width} (inexact)": Mode(
-            width, _with_drafts(width, accept="top_k", accept_top_k=best), width
-        )
-        for width, best in ((4, 4), (4, 16))
-    },
-}
 
 
 def expected_steps(acceptance: float, num_layers: int) -> float:
@@ -73,15 +43,6 @@ class Sampled:
         """Of the chosen answers, per token, at temperature 1."""
         best = [output.outputs[0] for output in self.outputs]
         return [answer.cumulative_logprob / len(answer.token_ids) for answer in best]
-
-
-Params = Callable[[int], Any]  # of a seed
-
-
-def sampled_params(width: int, num_tokens: int, options: dict[str, Any]) -> Params:
-    """A search by these options, whatever its seed."""
-    common = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": TEMPERATURE}
-    return lambda seed: beam_params(width, seed=seed, **common, **options)
 
 
 def in_turn(llm: Any, prompts: Sequence[list[int]], ways: Sequence[Params], rounds: int) -> list[Sampled]:

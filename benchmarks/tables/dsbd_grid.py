@@ -11,9 +11,10 @@ from itertools import product
 from typing import Any
 
 from benchmarks import models
+from benchmarks.beam_sampling import PLAIN, TEMPERATURE, sampled_params
 from benchmarks.common import median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.tables.dsbd import PLAIN, TEMPERATURE, WIDEST, depth, expected_steps, in_turn, sampled_params, warm_up
+from benchmarks.tables.dsbd import WIDEST, depth, expected_steps, in_turn, warm_up
 from benchmarks.watch import total_counts
 
 DYNAMIC = "dynamic width"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.beam_sampling import MODES, PLAIN, sampled_params
 from benchmarks.harness import Setting
-from benchmarks.tables.dsbd import LAYERS, MODES, PLAIN, expected_steps, in_turn, sampled_params
+from benchmarks.tables.dsbd import LAYERS, expected_steps, in_turn
 from benchmarks.tables.dsbd_grid import front, grid
 from benchmarks.watch import total_counts
 from tests.support.engine import Engines

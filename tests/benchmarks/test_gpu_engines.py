@@ -45,6 +45,19 @@ def names(groups: Sequence[gpu_engines.Group]) -> list[str]:
 EVERY = gpu_engines.groups(rehearse=False)
 
 
+def test_it_is_imported_without_what_its_cases_or_other_tables_need() -> None:
+    """Nor with vLLM, whose log is to be quiet, and whose engines are to be spawned: a forked one would wait for the
+    threads with which models are made."""
+    absent = "scipy", "vllm", "openai", "httpx"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "import benchmarks.gpu_engines.__main__, os; print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout == "spawn\n", result.stderr
+
+
 def test_each_case_alone_can_be_asked_for() -> None:
     assert len(set(names(EVERY))) == len(names(EVERY))
     for name in names(EVERY):

@@ -17,7 +17,7 @@ def announce_shared_rows(
     context: RunnerStepContext,
     groups: Mapping[str, GroupRows],
     batch: InputBatch,
-    is_decode: bool,
+    num_decoding: int,
 ) -> None:
     """Announces the rows of all decoding groups, and their trees, to the target's attention metadata builders.
 
@@ -26,7 +26,7 @@ def announce_shared_rows(
         context: The step.
         groups: All groups.
         batch: The step's batch.
-        is_decode: See `SharesAttentionPrefixes.takes`.
+        num_decoding: See `SharesAttentionPrefixes.takes`.
     """
     if not (shared := context.num_shared):
         return
@@ -35,29 +35,29 @@ def announce_shared_rows(
     trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
     for number, builder in builders_of_runner(runner):
         sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in shared.items()]
-        takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing], is_decode)
+        takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing], num_decoding)
         builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 
 
 def runner_reads_shared_blocks_once(
-    runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]], is_decode: bool
+    runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]], num_decoding: int
 ) -> tuple[bool, int | None]:
     """Whether any layer will read shared blocks once in this step, known before there is a batch; and by which graphs.
 
     Args:
         runner: vLLM's.
         sharing: Of each decoding group: its rows, and by KV cache group how many first tokens they share.
-        is_decode: See `SharesAttentionPrefixes.takes`.
+        num_decoding: See `SharesAttentionPrefixes.takes`.
 
     Returns:
         Also the stand-in for vLLM's number of tokens per row: `SHARES_BLOCKS` or, without full graphs, None.
     """
     builders = [*builders_of_runner(runner)] if sharing else []
     takes_any = any(
-        any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing], is_decode))
+        any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing], num_decoding))
         for number, builder in builders
     )
-    in_graphs = (takes_any and is_decode) and all(
+    in_graphs = (takes_any and num_decoding > 0) and all(
         builder.holds_in_graphs(sum(counts[number] > 0 for _, counts in sharing)) for number, builder in builders
     )
     return takes_any, SHARES_BLOCKS if in_graphs else None

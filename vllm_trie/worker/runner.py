@@ -73,9 +73,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         self.step = RunnerStepContext()
         self.rank_check: WorkerRankCheck | None = None
         self.stages: PipelineStages | None = None
-        # Of the last step: by group its rows, and how many tokens they share, and whether each row decodes one token;
-        # then whether attention reads these once, and by which graphs, see `runner_reads_shared_blocks_once`.
-        self._sharing: tuple[tuple[dict[str, tuple[int, list[int]]], bool], bool, int | None] = ({}, False), False, None
+        # Of the last step: by group its rows, and how many tokens they share; and the rows of the batch, if each one
+        # decodes one token. Then what `runner_reads_shared_blocks_once` finds of these.
+        self._sharing: tuple[tuple[dict[str, tuple[int, list[int]]], int], bool, int | None] = ({}, 0), False, None
         self._sets_rows_apart = False  # in this step's attention, see `announce_shared_rows`
         self.catalogs: RowCatalogs
         self.rows: Rows
@@ -231,7 +231,7 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
         sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
-        asked = sharing, uniform_token_count == 1 and not state.has_prefill
+        asked = sharing, len(state.req_ids) if uniform_token_count == 1 and not state.has_prefill else 0
         if asked != self._sharing[0]:
             self._sharing = asked, *runner_reads_shared_blocks_once(self, sharing.values(), asked[1])
         self._sets_rows_apart = self._sharing[1] or bool(self.step.forests)

@@ -215,7 +215,7 @@ def test_graphs_are_those_that_vllm_chooses_when_it_has_all_builders(
     monkeypatch.setattr(config, "cudagraph_mode", CUDAGraphMode[mode])
     check_demanded_attention_layers(engine.core.vllm_config, [attn_group_of(builder)])
     assert (builder.can_share, builder.takes_trees) == (True, True)
-    assert builder.takes([(2, 32)], True) == [True]
+    assert builder.takes([(2, 32)], 2) == [True]
 
 
 def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -> None:
@@ -225,22 +225,22 @@ def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -
     set_measured_layer_bytes(engine.runner)
     builder.layer_bytes = group.get_metadata_builder(0).layer_bytes
     assert builder.layer_bytes > 0
-    assert builder.takes([(2, 32), (2, 0)], True) == [True, False]
+    assert builder.takes([(2, 32), (2, 0)], 4) == [True, False]
     builder.option = "auto"
-    assert builder.takes([(200, 4096), (2, 32)], True) == [False, False]  # of layers as small as these
-    assert builder.takes([(2000, 4096)], True) == [True]
+    assert builder.takes([(200, 4096), (2, 32)], 202) == [False, False]  # of layers as small as these
+    assert builder.takes([(2000, 4096)], 2000) == [True]
     builder.layer_bytes = gpu_backend.HOST_US * gpu_backend.WEIGHTS_PER_US
-    assert builder.takes([(300, 4096)], True) == [True]
+    assert builder.takes([(300, 4096)], 300) == [True]
     per_token = 2 * NUM_KV_HEADS * HEAD_SIZE * 4
     enough = gpu_backend.LEAST_READ_AGAIN // per_token // 32
-    assert builder.takes([(33, enough - 32)], True) == [False]
-    assert builder.takes([(33, enough), (4, 0)], True) == [True, False]
-    assert builder.takes([(17, enough)] * 2, True) == [True, True]
+    assert builder.takes([(33, enough - 32)], 33) == [False]
+    assert builder.takes([(33, enough), (4, 0)], 37) == [True, False]
+    assert builder.takes([(17, enough)] * 2, 34) == [True, True]
     builder._host_us = gpu_backend.HOST_US_WITHOUT_GRAPHS
-    assert builder.takes([(33, enough)], True) == [False]
+    assert builder.takes([(33, enough)], 33) == [False]
     builder._host_us = gpu_backend.HOST_US
     builder.splits = False
-    assert builder.takes([(33, enough)], True) == [False]
+    assert builder.takes([(33, enough)], 33) == [False]
 
 
 @pytest.mark.parametrize(("mode", "host_us"), [("FULL_DECODE_ONLY", 1000), ("FULL_AND_PIECEWISE", 300), ("NONE", 300)])

@@ -415,6 +415,22 @@ def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
         assert captures.count == count
 
 
+def test_a_step_whose_capture_fails_is_taken_and_no_other_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    (step, captures), without = step_with_graphs(Shape("plain", 4)), without_graphs(Shape("plain", 4))
+    warnings = list[str]()
+    monkeypatch.setattr(selection_graphs.logger, "warning", lambda text, *args: warnings.append(text % args))
+
+    def fail(_: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    captures._capture = fail
+    for number in range(4):  # the second time it is captured, and would be the fourth time
+        logits = step.logits.roll(number, -1)
+        assert all(map(torch.equal, taken_by(step, logits), taken_by(without, logits)))
+    (warning,) = warnings
+    assert "not permitted" in warning
+
+
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_steps_that_lose_their_graph_or_get_none_ask_for_it_ever_more_rarely(has_memory: bool) -> None:
     rows: Any = SimpleNamespace(device=DEVICE, all_tokens=torch.zeros(9, 1), has_processors=False)
@@ -549,3 +565,23 @@ def test_the_memory_of_graphs_stays_theirs_if_it_runs_out_in_the_first_capture(m
         capture(run_out)
     capture(lambda: None)
     assert into[0] is into[1]
+
+
+def test_torch_may_go_on_to_ask_a_graph_whose_capture_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator asks each graph that it allocates for whether a stream is being captured into it."""
+
+    class Invalidated(Graph):
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, value in (("Stream", object), ("stream", nullcontext), ("graph_pool_handle", object)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Invalidated)
+    monkeypatch.setattr(Graph, "users", Counter[object]())
+    capture = SelectionGraphCapture([])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="previous error"):
+            capture(lambda: None)
+    gc.collect()
+    assert [*Graph.users.values()] == [2]
+    assert gc.isenabled()

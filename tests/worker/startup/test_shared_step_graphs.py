@@ -272,29 +272,31 @@ def test_runners_ask_for_them_where_all_layers_are_in_them() -> None:
     windowed.takes_trees = False
     runner = runner_of(of_all, windowed)
     sharing = [(4, [64, 64])]
-    assert runner_reads_shared_blocks_once(runner, sharing, True) == (True, None)
+    assert runner_reads_shared_blocks_once(runner, sharing, 4) == (True, None)
     capture_shared_step_graphs(runner)
-    assert runner_reads_shared_blocks_once(runner, sharing, True) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, sharing * 127, True) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, sharing * 128, True) == (True, None)
-    assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])], True) == (True, SHARES_BLOCKS)
-    assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])], True) == (False, None)
-    assert runner_reads_shared_blocks_once(runner, [], True) == (False, None)
-    assert runner_reads_shared_blocks_once(runner, sharing, False) == (True, None), "with a prompt in the step"
+    assert runner_reads_shared_blocks_once(runner, sharing, 4) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, sharing * 127, 508) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, sharing * 128, 512) == (True, None)
+    assert runner_reads_shared_blocks_once(runner, sharing * 127 + [(4, [0, 64])], 512) == (True, SHARES_BLOCKS)
+    assert runner_reads_shared_blocks_once(runner, [(4, [0, 64])], 4) == (False, None)
+    assert runner_reads_shared_blocks_once(runner, [], 4) == (False, None)
+    assert runner_reads_shared_blocks_once(runner, sharing, 0) == (True, None), "with a prompt in the step"
 
 
 def test_where_a_graph_holds_a_step_the_host_costs_nothing() -> None:
     """Reading shared blocks once pays however small layers are, if it spares more than a further call takes."""
     enough = LEAST_READ_AGAIN // BYTES_PER_TOKEN // 32
     for builder, most_groups in ((builder_of(), 127), (builder_of(version=2), 7)):
-        assert builder.takes([(33, enough)], True) == [False]
+        assert builder.takes([(33, enough)], 33) == [False]
         assert builder.capture_in_graphs([16, 64]) == most_groups
-        assert builder.takes([(33, enough), (4, 0)], True) == [True, False]
-        assert builder.takes([(33, enough), (4, 0)], False) == [False, False], "with a prompt nothing is in a graph"
-        assert builder.takes([(33, enough - 16)], True) == [False]
-        assert builder.takes([(65, enough)], True) == [False], "more rows than a graph has"
-        assert builder.takes([(2, 8 * enough)] * 7, True) == [True] * 7
-        assert builder.takes([(2, 8 * enough)] * 8, True) == [most_groups > 8] * 8
+        assert builder.takes([(33, enough), (4, 0)], 37) == [True, False]
+        assert builder.takes([(33, enough), (4, 0)], 0) == [False, False], "with a prompt nothing is in a graph"
+        assert builder.takes([(33, enough - 16)], 33) == [False]
+        assert builder.takes([(65, enough)], 65) == [False], "more rows than a graph has"
+        assert builder.takes([(33, enough)], 64) == [True]
+        assert builder.takes([(33, enough)], 65) == [False], "others in the batch have no place in a graph"
+        assert builder.takes([(2, 8 * enough)] * 7, 14) == [True] * 7
+        assert builder.takes([(2, 8 * enough)] * 8, 16) == [most_groups > 8] * 8
 
 
 def test_parts_of_keys_have_no_more_outputs_than_in_vllms_widest_step() -> None:

@@ -54,7 +54,7 @@ SCORINGS = {
 class Builder(SharesAttentionPrefixes):
     """Of layers that our kernels compute."""
 
-    takes_trees = True
+    takes_trees, splits, may_take = True, False, True
     num_heads_q, num_heads_kv = NUM_HEADS, NUM_KV_HEADS
     takes = by_token = None
 
@@ -316,6 +316,22 @@ def test_as_many_slots_are_warmed_as_a_search_may_have(
 def test_layers_without_drafts_are_not_warmed_for_trees(noted: dict[str, Launches]) -> None:
     warm_up_at_startup(runner_with(SCORINGS, has_drafts=False))
     assert noted["_attend_to_own_kernel"].count == len(SCORINGS)
+
+
+@pytest.mark.parametrize(("changed", "is_used"), [({"splits": True}, False), ({"may_take": False}, False), ({}, True)])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_attention_that_no_step_computes_by_our_kernels_is_not_warmed(
+    noted: dict[str, Launches],
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, bool],
+    is_used: bool,
+    has_drafts: bool,
+) -> None:
+    """By them steps compute trees, and shared reads where FlashAttention does not."""
+    for name, value in changed.items():
+        monkeypatch.setattr(Builder, name, value)
+    warm_up_at_startup(runner_with(SCORINGS, has_drafts=has_drafts))
+    assert (noted["_attend_to_own_kernel"].count > 0) == (is_used or has_drafts)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

@@ -88,7 +88,7 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, CPUAttentionMetadata
             return False
         return True
 
-    def takes(self, sharing: Sequence[tuple[int, int]], is_decode: bool) -> list[bool]:
+    def takes(self, sharing: Sequence[tuple[int, int]], num_decoding: int) -> list[bool]:
         """See `SharesAttentionPrefixes`."""
         return [self._takes(*of_group) for of_group in sharing]
 

@@ -154,12 +154,12 @@ class SharedPrefixAttentionBuilder(SharesAttentionPrefixes, FlashAttentionMetada
             and self.num_heads_q // self.num_heads_kv <= TILE
         )
 
-    def takes(self, sharing: Sequence[tuple[int, int]], is_decode: bool) -> list[bool]:
+    def takes(self, sharing: Sequence[tuple[int, int]], num_decoding: int) -> list[bool]:
         """See `SharesAttentionPrefixes`."""
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * self._bytes_per_token
         num_sharing = sum(num_shared > 0 for _, num_shared in sharing)
-        num_rows, graphs = sum(rows for rows, _ in sharing), self.graphs if is_decode else None
-        in_graph = graphs is not None and graphs.hold(num_rows, num_sharing)
+        graphs = self.graphs if num_decoding else None
+        in_graph = graphs is not None and graphs.hold(num_decoding, num_sharing)
         pays_off = self.option == "on" or (
             self.splits and shared_attention_pays(again, self.layer_bytes, 0 if in_graph else self._host_us)
         )

@@ -74,12 +74,13 @@ class SharesAttentionPrefixes(RestsWithoutBeams, ABC):
         """Whether all of these layers can attend to trees, also without sharing."""
 
     @abstractmethod
-    def takes(self, sharing: Sequence[tuple[int, int]], is_decode: bool) -> list[bool]:
+    def takes(self, sharing: Sequence[tuple[int, int]], num_decoding: int) -> list[bool]:
         """For which groups of a step it reads shared blocks once.
 
         Args:
             sharing: Each group's rows and shared tokens.
-            is_decode: Whether the step may replay full CUDA graphs: each row decodes one token.
+            num_decoding: Rows of the step, those that share nothing among them, if it may replay full CUDA graphs: each
+                decodes one token. Otherwise 0.
         """
 
     def holds_in_graphs(self, num_groups: int) -> bool:

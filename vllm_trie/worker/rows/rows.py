@@ -232,7 +232,7 @@ class Rows:
         at = self.upload(slots)
         self._write_counts(slots, at, length, group.num_drafted)
         tokens = self.all_tokens
-        tokens[at, :num_prompt] = tokens[first, :num_prompt]
+        tokens[at, :num_prompt] = tokens[first, :num_prompt].clone()  # read once, where tokens are in host memory
         if resumed is not None:
             tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], np.int32)
         self._write_rope_positions(first, slots, at, num_prompt, length)

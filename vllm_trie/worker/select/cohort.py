@@ -20,13 +20,13 @@ from vllm_trie.search.devices import uploaded_for_search, uploaded_once_for_sear
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import SearchResultLayout
 from vllm_trie.worker.kv.kv_moves import kv_rows_of_groups
-from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_trie.worker.kernels import KernelStepSizes, TakeStep
     from vllm_trie.worker.kernels.tiles import KernelLogits
+    from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
 
 class GroupInStep(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ from weakref import ref
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems
@@ -45,6 +46,9 @@ MOST_OWN_BYTES = 32 << 20  # of these graphs: what they know of rows, what they 
 MOST_SEEN = 512  # steps that came once and are remembered
 MOST_STOPS = 64  # tokens: each remembered step keeps its own
 LIGHT_IN_TORCH = BestStrategy("hf"), BestStrategy("tridecode")
+FAILED = "a step of selection cannot be captured as a CUDA graph, and no further ones will be: %s"
+
+logger = init_logger("vllm.trie_beam.selection")
 
 Key = tuple[Any, ...]
 
@@ -89,6 +93,7 @@ class SelectionGraphs:
         self._newest = torch.zeros(len(rows.all_tokens), 1, dtype=torch.int64, device=rows.device)
         self._of_batch = self._newest
         self._times = Counter[Key]()  # of each kind, how many there were in this step
+        self._may_capture = True  # until a capture fails
 
     def room(self) -> torch.Tensor:
         """As much memory as graphs may allocate, [bytes] uint8."""
@@ -114,7 +119,8 @@ class SelectionGraphs:
     def take(self, plan: SelectionBatchPlan, step: CohortLogits, sampled: torch.Tensor) -> SelectedCohort | None:
         """Takes a step by its graph, and lets its rows fork; None if there is no graph, and nothing is done.
 
-        There is none where graphs may not contain the step, where it comes for the first time, or if memory is short.
+        There is none where graphs may not contain the step, where it comes for the first time, if memory is short, or
+        after a capture has failed.
 
         Args:
             plan: The batch's.
@@ -136,19 +142,28 @@ class SelectionGraphs:
         if (graph := self._graphs.pop(key, None)) is not None:
             self._graphs[key] = graph
             self._replay(graph, step, num_tokens)
-        elif self.hold(step, sizes) and self._is_due(key, step, sizes):
+        elif self._may_capture and self.hold(step, sizes) and self._is_due(key, step, sizes):
             with pinned_search_tensors() as constants:
                 graph = self._new(step, beams, sizes)
                 self._replay(graph, step, num_tokens)  # so that the capture compiles and uploads nothing
-                with suppress(torch.OutOfMemoryError):  # the step is taken, whether or not it is captured
-                    graph.replay = self._capture(graph.replay)
-                    self._graphs[key] = graph
+                self._keep(key, graph)
             graph.used += constants
             while len(self._graphs) > MOST_GRAPHS or self._own_bytes() > MOST_OWN_BYTES:
                 del self._graphs[next(iter(self._graphs))]
         else:
             return None
         return SelectedCohort(cohort.group_ids, graph.decided, cohort.layout(values.shape[1]))
+
+    def _keep(self, key: Key, graph: SelectionGraph) -> None:
+        """Captures a step that has been taken, so that no failure may end the engine."""
+        try:
+            graph.replay = self._capture(graph.replay)
+            self._graphs[key] = graph
+        except torch.OutOfMemoryError:
+            pass  # there may be more memory later
+        except RuntimeError as error:
+            self._may_capture = False
+            logger.warning(FAILED, error)
 
     def _own_bytes(self) -> int:
         """Bytes of all graphs but the newest one."""
@@ -279,6 +294,7 @@ class SelectionGraphCapture:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None  # kept, because a pool goes with its last graph
+        self._latest: torch.cuda.CUDAGraph | None = None  # kept if it fails: torch's allocator may go on to ask it
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` of the device's memory are free."""
@@ -294,6 +310,7 @@ class SelectionGraphCapture:
         """Captures a run that has just been made before; returns its replay. Nothing runs now."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _garbage_left_by_graphs():
+            self._latest = graph
             # `torch.cuda.graph` would wait for the device, and collect garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             self._first = self._first or graph  # also if memory runs out now
@@ -301,6 +318,7 @@ class SelectionGraphCapture:
                 run()
             finally:
                 graph.capture_end()
+            self._latest = None
         return graph.replay
 
 

@@ -84,8 +84,10 @@ def _layers_at_startup(runner: Any) -> Iterator[AttentionLayer]:
     tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
     for table, attn_groups in zip(tables, attention_layers_of(runner), strict=True):
         for attn_group in attn_groups:
-            if attention_builder_takes_trees(attn_group.get_metadata_builder(0)):
-                builder: Any = attn_group.get_metadata_builder(0)
+            builder: Any = attn_group.get_metadata_builder(0)
+            takes_trees = attention_builder_takes_trees(builder)
+            # Without trees, shared reads where FlashAttention does not compute them.
+            if takes_trees and (runner.speculation.takes_trees or (builder.may_take and not builder.splits)):
                 heads = builder.num_heads_q, builder.num_heads_kv
                 for layer in (layers[name] for name in attn_group.layer_names):
                     yield AttentionLayer(layer.impl.scoring, layer.kv_cache, table, heads)
