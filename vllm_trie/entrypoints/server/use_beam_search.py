@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -18,6 +19,7 @@ from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest, serv
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
 from vllm_trie.options.shown import shown_option
+from vllm_trie.sampling_params import sampling_params_have_grammar
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -50,14 +52,16 @@ async def serve_beam_search(
         outputs = original(self, *args, **kwargs)
     else:
         assert request is not None
+        sampling_params = _served_beam_search_params(request, params, self.model_config.max_logprobs)
         outputs = self.engine_client.generate(
             prompt,
-            _served_beam_search_params(request, params, self.model_config.max_logprobs),
+            sampling_params,
             f"{call['request_id']}-{random_uuid()}",
             lora_request=call["lora_request"],
             trace_headers=call["trace_headers"],
             priority=0 if isinstance(request, SpeechRequest) else request.priority,
             session_id=call["session_id"],
+            **(_served_reasoning(self, request, prompt) if sampling_params_have_grammar(sampling_params) else {}),
         )
     async for output in outputs:
         if refusal is None:
@@ -65,6 +69,16 @@ async def serve_beam_search(
             generation_config = self.engine_client.input_processor.generation_config_fields
             _served_as_by_vllm(output, eos_token_id, vllm_beams_eos_ids(generation_config, eos_token_id), params)
         yield output
+
+
+def _served_reasoning(self: Any, request: TextRequest | SpeechRequest, prompt: Any) -> dict[str, Any]:
+    """What vLLM tells the engine of a chat's reasoning, except in its own beam search."""
+    if not isinstance(request, ChatCompletionRequest) or self.parser_cls is None:
+        return {}
+    kwargs = self._effective_chat_template_kwargs(request)
+    parser = self._make_parser(request, self.renderer.get_tokenizer(), kwargs)
+    tokens = self._extract_prompt_components(prompt).token_ids
+    return dict(self._engine_reasoning_kwargs(request, parser, kwargs, tokens))
 
 
 def _refuse_beam_options_of_vllm(request: TextRequest | SpeechRequest | None, why: str) -> None:
