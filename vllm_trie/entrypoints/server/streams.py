@@ -26,6 +26,7 @@ from vllm_trie.entrypoints.answers.noted_outputs import noting_answer_outputs
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import as_served_sampling_request, end_response_without_calls
 from vllm_trie.entrypoints.server.single_tokens import asking_single_token_stream
+from vllm_trie.entrypoints.server.use_beam_search import DATA_PARALLEL_RANK
 from vllm_trie.options import PLUGIN_NAME, options_ask_for_beams
 from vllm_trie.supported_engines import has_beams
 
@@ -47,6 +48,7 @@ async def create_server_response(
     is_search = request.use_beam_search or options_ask_for_beams(request.vllm_xargs or {})
     if request.use_beam_search:  # 0.32 reads the header's priority only for other requests
         request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
+        DATA_PARALLEL_RANK.set(self._get_data_parallel_rank(raw_request))
     has_own_fields = is_search and _asks_own_response_fields(request) and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
         response = await original(self, request, raw_request)

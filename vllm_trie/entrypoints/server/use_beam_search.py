@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -23,6 +24,9 @@ from vllm_trie.sampling_params import sampling_params_have_grammar
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
+
+# The rank that the headers of the request that is being served name: vLLM's own beam search does not take one.
+DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", default=None)
 
 # Beam search does not sample: sampling fields of the client or of generation_config.json have no effect.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
@@ -61,6 +65,7 @@ async def serve_beam_search(
             trace_headers=call["trace_headers"],
             priority=0 if isinstance(request, SpeechRequest) else request.priority,
             session_id=call["session_id"],
+            data_parallel_rank=DATA_PARALLEL_RANK.get(),
             **(_served_reasoning(self, request, prompt) if sampling_params_have_grammar(sampling_params) else {}),
         )
     async for output in outputs:
