@@ -193,7 +193,8 @@ def test_headers_name_a_priority_that_goes_before_the_bodys_and_a_rank(
     serving.engine_client = SimpleNamespace(vllm_config=config, generate=generate)
     serving.model_config = SimpleNamespace(max_logprobs=20)
     request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
-    asyncio.run(streams.create_server_response.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
+    raw_request = SimpleNamespace(headers=headers, app=SimpleNamespace(state=SimpleNamespace()))
+    asyncio.run(streams.create_server_response.function(as_vllm, serving, request, raw_request))
     assert asked_of_engine == [expected]
 
 
