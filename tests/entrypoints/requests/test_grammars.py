@@ -107,8 +107,6 @@ def test_use_beam_search_tells_the_engine_of_the_reasoning(
 
     wrap_vllm("vllm_trie.entrypoints.server.use_beam_search")
     asyncio.run(search(**fields, response_format={"type": "json_object"}))
-    asyncio.run(search(**fields))
-    with_grammar, without = sent
-    assert with_grammar["reasoning_ended"] is has_ended
-    assert with_grammar["reasoning_parser_kwargs"] == {"chat_template_kwargs": fields["chat_template_kwargs"]}
-    assert "reasoning_ended" not in without
+    (sent_kwargs,) = sent
+    assert sent_kwargs["reasoning_ended"] is has_ended
+    assert sent_kwargs["reasoning_parser_kwargs"] == {"chat_template_kwargs": fields["chat_template_kwargs"]}

@@ -20,7 +20,6 @@ from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest, serv
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
 from vllm_trie.options.shown import shown_option
-from vllm_trie.sampling_params import sampling_params_have_grammar
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -56,17 +55,16 @@ async def serve_beam_search(
         outputs = original(self, *args, **kwargs)
     else:
         assert request is not None
-        sampling_params = _served_beam_search_params(request, params, self.model_config.max_logprobs)
         outputs = self.engine_client.generate(
             prompt,
-            sampling_params,
+            _served_beam_search_params(request, params, self.model_config.max_logprobs),
             f"{call['request_id']}-{random_uuid()}",
             lora_request=call["lora_request"],
             trace_headers=call["trace_headers"],
             priority=0 if isinstance(request, SpeechRequest) else request.priority,
             session_id=call["session_id"],
             data_parallel_rank=DATA_PARALLEL_RANK.get(),
-            **(_served_reasoning(self, request, prompt) if sampling_params_have_grammar(sampling_params) else {}),
+            **_served_reasoning(self, request, prompt),
         )
     async for output in outputs:
         if refusal is None:
