@@ -22,6 +22,7 @@ from vllm_trie.entrypoints.requests.reading import (
     generate_once_request_read,
     request_brings_data,
 )
+from vllm_trie.entrypoints.requests.request_data import RequestReasoning
 from vllm_trie.entrypoints.server.server import is_server_request, raise_errors_of_server
 from vllm_trie.entrypoints.server.single_tokens import asks_single_token_stream, single_token_stream
 from vllm_trie.options import options_ask_for_beams
@@ -43,7 +44,9 @@ def async_llm_generate(
         (isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {}
     )
     generate = partial(generate_once_request_read, original) if request_brings_data(sampling_params) else original
-    outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
+    reasoning = RequestReasoning(kwargs.get("reasoning_ended"), kwargs.get("reasoning_parser_kwargs"))
+    params = reasoning.noted(sampling_params) if is_search and any(reasoning) else sampling_params
+    outputs = generate(self, prompt, params, request_id, *args, **kwargs)
     outputs = noted_answer_outputs(_async_llm_whole_outputs(outputs, tokenizer)) if is_search else outputs
     outputs = single_token_stream(outputs, sampling_params, tokenizer) if is_parsed else outputs
     return raise_errors_of_server(outputs) if is_server_request(sampling_params) else outputs

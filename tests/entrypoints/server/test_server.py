@@ -154,12 +154,20 @@ def test_logprobs_beyond_the_limit_are_as_many_as_there_may_be(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("headers", "expected"), [({}, 3), ({"X-Vllm-Priority": "-7"}, -7), ({"X-Vllm-Priority": "?"}, 3)]
+    ("headers", "expected"),
+    [
+        ({}, (3, None)),
+        ({"X-Vllm-Priority": "-7"}, (-7, None)),
+        ({"X-Vllm-Priority": "?"}, (3, None)),
+        ({"X-data-parallel-rank": "1"}, (3, 1)),
+        ({"X-data-parallel-rank": "?"}, (3, None)),
+    ],
+    ids=str,
 )
-def test_a_priority_among_the_headers_goes_before_the_bodys(
-    monkeypatch: pytest.MonkeyPatch, stream: bool, headers: dict[str, str], expected: int
+def test_headers_name_a_priority_that_goes_before_the_bodys_and_a_rank(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, headers: dict[str, str], expected: tuple[int, int | None]
 ) -> None:
-    """Up to what the search asks the engine for, as vLLM hands it on: its own beams in 0.32 know no priority."""
+    """Up to what the search asks the engine for, as vLLM hands it on: its own beams in 0.32 know neither."""
     asked_of_engine = list[Any]()
     wrap_vllm("vllm_trie.entrypoints.server.server")
     wrap_vllm("vllm_trie.entrypoints.server.use_beam_search")
@@ -167,7 +175,7 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
 
     def generate(prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any) -> Any:
-        asked_of_engine.append(kwargs["priority"])
+        asked_of_engine.append((kwargs["priority"], kwargs["data_parallel_rank"]))
         return nothing()
 
     async def nothing() -> Any:
@@ -185,7 +193,8 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     serving.engine_client = SimpleNamespace(vllm_config=config, generate=generate)
     serving.model_config = SimpleNamespace(max_logprobs=20)
     request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
-    asyncio.run(streams.create_server_response.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
+    raw_request = SimpleNamespace(headers=headers, app=SimpleNamespace(state=SimpleNamespace()))
+    asyncio.run(streams.create_server_response.function(as_vllm, serving, request, raw_request))
     assert asked_of_engine == [expected]
 
 

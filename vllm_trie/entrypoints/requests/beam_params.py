@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from inspect import Parameter, Signature, getdoc
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.requests.limits import check_request_n
@@ -51,9 +52,13 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     extra_args |= {name: own[name] for name in OBJECTS & own.keys()}
     try:
         params = SamplingParams(n=n, extra_args=extra_args, **options)
+    except AssertionError:
+        stop = shown_option(options.get("stop"))
+        raise ValueError(f"stop={stop} is of the wrong type; pass a string or a list of strings") from None
     except TypeError:
-        _refuse_wrong_request_type(options)
+        _refuse_wrong_request_types(options)
         raise
+    _refuse_wrong_request_types({name: getattr(params, name) for name in options})
     refuse_sampling_params(params, beam)
     return params
 
@@ -68,18 +73,28 @@ def _refuse_unknown_request_options(options: Mapping[str, Any], fields: Sequence
         raise ValueError(f"unknown option {shown_option_name(name)}={shown_option(value)}; {what_works}")
 
 
-def _refuse_wrong_request_type(options: Mapping[str, Any]) -> None:
-    """Refuse the first field whose type vLLM rejects."""
-    from vllm.exceptions import VLLMValidationError
+def _refuse_wrong_request_types(fields: Mapping[str, Any]) -> None:
+    """Refuse the first field that cannot be sent to an engine: one that fails to decode a request stops reading."""
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    types = _request_field_types()
+    for name, value in fields.items():
+        if name == "prompt_logprob_token_ids":  # which beams refuse; vLLM makes it an array later
+            continue
+        try:
+            received = MsgpackDecoder(types[name]).decode(MsgpackEncoder().encode(value))
+            if type(received).__module__ != "builtins" and not isinstance(value, type(received)):
+                raise TypeError(f"Expected `{type(received).__name__}`, got `{type(value).__name__}`")
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}={shown_option(value)} is of the wrong type: {shown_option_name(error)}") from None
+
+
+@cache
+def _request_field_types() -> dict[str, Any]:
+    """The types of the fields of `SamplingParams`, by name."""
     from vllm.sampling_params import SamplingParams
 
-    for name, value in options.items():
-        try:
-            SamplingParams(**{name: value})
-        except TypeError as error:
-            raise ValueError(f"{name}={shown_option(value)} is of the wrong type: {shown_option_name(error)}") from None
-        except (ValueError, VLLMValidationError):  # it is invalid without other fields
-            continue
+    return get_type_hints(SamplingParams)
 
 
 def _request_params_signature() -> Signature:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_trie.entrypoints.requests.request_data import REASONING, RequestReasoning
 from vllm_trie.sampling_params import sampling_params_stops
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ def prepare_request_grammar(
             f'structured_outputs of the backend "{backend}" cannot follow beams, as its state cannot be '
             f"copied; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
         )
-    if config.reasoning_parser and not config.enable_in_reasoning:
+    reasoning: RequestReasoning = (params.extra_args or {}).get(REASONING, RequestReasoning())
+    if config.reasoning_parser and not config.enable_in_reasoning and not reasoning.has_ended:
         from vllm.reasoning import ReasoningParserManager  # here: most engines never need it
 
-        parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)(tokenizer)
+        parser_cls = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
+        parser = parser_cls(tokenizer, **(reasoning.parser_kwargs or {}))  # as the engine makes it
         if not parser.is_reasoning_end(prompt):
             raise ValueError(
                 f'structured_outputs cannot begin after reasoning (reasoning_parser="{config.reasoning_parser}") in a '
-                "beam search; switch reasoning off in the prompt, or leave one of the two out"
+                "beam search; switch it off in the prompt or by chat_template_kwargs, or leave one of the two out"
             )
     params._all_stop_token_ids = set(sampling_params_stops(params))

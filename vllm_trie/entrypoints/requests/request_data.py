@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from vllm.sampling_params import SamplingParams
@@ -22,9 +22,28 @@ if TYPE_CHECKING:
     from vllm_trie.entrypoints.requests.phrases import Boosts
 
 READ = "trie_beam_read"  # key of a `RequestData` in `extra_args`; clients of a server cannot send one
+REASONING = "trie_beam_reasoning"  # key of a `RequestReasoning` in `extra_args`
 BRINGS = ("allowed_sequences", "phrase_boosts", "exclude_items")  # the options that may be large
 
 _item_sets: WeakKeyDictionary[InputProcessor, RequestItemSets] = WeakKeyDictionary()  # by engine
+
+
+class RequestReasoning(NamedTuple):
+    """What a server knows of a request's reasoning; vLLM adds it to a request only after its checks.
+
+    Args:
+        has_ended: Whether it is over when the answer begins; None if the parser must look at the prompt.
+        parser_kwargs: Of the reasoning parser.
+    """
+
+    has_ended: bool | None = None
+    parser_kwargs: dict[str, Any] | None = None
+
+    def noted(self, params: SamplingParams) -> SamplingParams:
+        """A copy of the parameters from which `process_inputs` learns this."""
+        params = copy(params)
+        params.extra_args = {**(params.extra_args or {}), REASONING: self}
+        return params
 
 
 @dataclass(frozen=True)

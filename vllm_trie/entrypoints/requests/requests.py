@@ -22,7 +22,15 @@ from vllm_trie.entrypoints.requests.refusals import (
     refusing_requests,
     shortening_request_refusals,
 )
-from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_request_data, read_request_data
+from vllm_trie.entrypoints.requests.request_data import (
+    BRINGS,
+    READ,
+    REASONING,
+    RequestData,
+    RequestReasoning,
+    check_request_data,
+    read_request_data,
+)
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicketMessage, GroupTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepOptions, options_ask_for_beams, parse_options
 from vllm_trie.options.contrast import check_contrast_option
@@ -55,7 +63,14 @@ CALLER = "trie_beam_caller"  # key of a `Caller` in `extra_args`; clients of a s
 SINGLE_TOKENS = "trie_beam_single_tokens"  # key of a `Caller`, see `entrypoints.server.single_tokens`
 
 # Keys that only the front end may set in `extra_args`, and their types, which clients cannot send.
-_MARKS = {TICKET: GroupTicketMessage, FORK: ForkTicketMessage, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
+_MARKS = {
+    TICKET: GroupTicketMessage,
+    FORK: ForkTicketMessage,
+    CALLER: Caller,
+    SINGLE_TOKENS: Caller,
+    READ: RequestData,
+    REASONING: RequestReasoning,
+}
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # in `extra_args`
 
 
@@ -329,6 +344,6 @@ def _prepare_request(
         suppressed=suppressed,
         timestamps=timestamps,
     )
-    dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # in the ticket, or needed only by the front end
+    dropped = {CALLER, SINGLE_TOKENS, READ, REASONING, *BRINGS}  # in the ticket, or needed only by the front end
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1

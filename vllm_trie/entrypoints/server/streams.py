@@ -24,8 +24,10 @@ from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.answers.noted_outputs import noting_answer_outputs
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
+from vllm_trie.entrypoints.server.keep_alive import server_keep_alive_interval, stream_within_interval
 from vllm_trie.entrypoints.server.server import as_served_sampling_request, end_response_without_calls
 from vllm_trie.entrypoints.server.single_tokens import asking_single_token_stream
+from vllm_trie.entrypoints.server.use_beam_search import DATA_PARALLEL_RANK
 from vllm_trie.options import PLUGIN_NAME, options_ask_for_beams
 from vllm_trie.supported_engines import has_beams
 
@@ -47,10 +49,22 @@ async def create_server_response(
     is_search = request.use_beam_search or options_ask_for_beams(request.vllm_xargs or {})
     if request.use_beam_search:  # 0.32 reads the header's priority only for other requests
         request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
-    has_own_fields = is_search and _asks_own_response_fields(request) and not isinstance(self, AnthropicServingMessages)
+        DATA_PARALLEL_RANK.set(self._get_data_parallel_rank(raw_request))
+    is_of_messages = isinstance(self, AnthropicServingMessages)
+    has_own_fields = is_search and _asks_own_response_fields(request) and not is_of_messages
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
         response = await original(self, request, raw_request)
         return _completed_server_response(response, is_search, has_own_fields)
+    beginning = _begin_server_stream(original, self, request, raw_request, has_own_fields)
+    if is_of_messages or not (interval := server_keep_alive_interval(raw_request)):
+        return await beginning
+    return await stream_within_interval(beginning, interval, self.create_streaming_error_response)
+
+
+async def _begin_server_stream(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any, has_own_fields: bool
+) -> AsyncGenerator[str, None] | ErrorResponse:
+    """A stream of beams once it has something to send, or the error that it begins with."""
     if _is_streamed_early(request):
         streamed = as_served_sampling_request(request)
         if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
@@ -66,7 +80,7 @@ async def create_server_response(
         )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
     with noting_answer_outputs() as outputs:
-        response = _completed_server_response(await original(self, whole, raw_request), is_search, has_own_fields)
+        response = _completed_server_response(await original(self, whole, raw_request), True, has_own_fields)
     if not isinstance(response, Response):  # an error
         return response
     has_usage, in_chunks = should_include_usage(request.stream_options, self.enable_force_include_usage)

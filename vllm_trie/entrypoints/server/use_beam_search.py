@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -21,6 +23,9 @@ from vllm_trie.options.shown import shown_option
 from vllm_trie.supported_engines import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
+
+# The rank that the headers of the request that is being served name: vLLM's own beam search does not take one.
+DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", default=None)
 
 # Beam search does not sample: sampling fields of the client or of generation_config.json have no effect.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
@@ -58,6 +63,8 @@ async def serve_beam_search(
             trace_headers=call["trace_headers"],
             priority=0 if isinstance(request, SpeechRequest) else request.priority,
             session_id=call["session_id"],
+            data_parallel_rank=DATA_PARALLEL_RANK.get(),
+            **_served_reasoning(self, request, prompt),
         )
     async for output in outputs:
         if refusal is None:
@@ -65,6 +72,16 @@ async def serve_beam_search(
             generation_config = self.engine_client.input_processor.generation_config_fields
             _served_as_by_vllm(output, eos_token_id, vllm_beams_eos_ids(generation_config, eos_token_id), params)
         yield output
+
+
+def _served_reasoning(self: Any, request: TextRequest | SpeechRequest, prompt: Any) -> dict[str, Any]:
+    """What vLLM tells the engine of a chat's reasoning, except in its own beam search."""
+    if not isinstance(request, ChatCompletionRequest) or self.parser_cls is None:
+        return {}
+    kwargs = self._effective_chat_template_kwargs(request)
+    parser = self._make_parser(request, self.renderer.get_tokenizer(), kwargs)
+    tokens = self._extract_prompt_components(prompt).token_ids
+    return dict(self._engine_reasoning_kwargs(request, parser, kwargs, tokens))
 
 
 def _refuse_beam_options_of_vllm(request: TextRequest | SpeechRequest | None, why: str) -> None:
