@@ -115,6 +115,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes, config.exclude)
         wrap_vllm("vllm_trie.engine.catalogs")
+        wrap_vllm("vllm_trie.engine.core_step")
         self._now = _StepState()
 
     # Requests come and go.
