@@ -247,11 +247,10 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             spare_tokens = self.max_num_scheduled_tokens - num_tokens
             num_rows = self._num_decoding_rows() if self._is_async else 0
             self._budgets.share_out([*self._growing(output, steps)], output, num_tokens, spare_tokens, num_rows)
-        for group_id, group in self.groups.items():
-            if group_id in steps:
-                group.num_pending += steps[group_id].selects
+        for group_id, step in steps.items():
+            self.groups[group_id].num_pending += step.selects
             if self._is_async:
-                _expect_pending_steps(self.requests[group_id], group)
+                _expect_pending_steps(self.requests[group_id], self.groups[group_id])
         has_changes = self.catalogs.changes is not None
         if steps or has_changes:
             attach_group_messages(output, steps, self.catalogs.take_changes() if has_changes else None)
@@ -296,13 +295,14 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         others = 0
         if not self.groups:
             return others
-        for group_id in self.groups:  # groups have forests in place of vLLM's drafts
-            self.requests[group_id].spec_token_ids = []
         # With pipeline stages, vLLM skips requests whose turn it is not; it counts this step only later.
         spare, running = self.max_num_scheduled_tokens, list[tuple[Request, BeamGroup | None]]()
         for request in self.running:
+            group = self.groups.get(request.request_id)
+            if group is not None:  # it has forests in place of vLLM's drafts
+                request.spec_token_ids = []
             if request.next_decode_eligible_step <= self.current_step + 1:
-                running.append((request, group := self.groups.get(request.request_id)))
+                running.append((request, group))
                 spare -= 1 if group is None else group.num_rows
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for request, group in running:
@@ -322,8 +322,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
         steps = {}
-        for group_id, group in self.groups.items():
-            if group_id not in output.num_scheduled_tokens:
+        for group_id in output.num_scheduled_tokens:
+            if (group := self.groups.get(group_id)) is None:
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
@@ -354,8 +354,12 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _num_decoding_rows(self) -> int:
         """Rows of ordinary requests, and of groups that have fanned out."""
-        as_one_row = {id_ for id_ in self.groups if not self.kv_cache_manager.has_fanned_out(id_)}
-        return sum(self._rows(request) for request in self.running if request.request_id not in as_one_row)
+        counted = (
+            request
+            for request in self.running
+            if request.request_id not in self.groups or self.kv_cache_manager.has_fanned_out(request.request_id)
+        )
+        return sum(map(self._rows, counted))
 
     def _num_sessions(self) -> int:
         """Streaming sessions that are still waiting."""
