@@ -398,6 +398,9 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         if group is not None and group.plan.brings and self._now.lacks_room:
             self._now.held_back.append(request)
             return False
+        is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_loading and request.request_id not in self.finished_recving_kv_req_ids:
+            return False
         needed = 0 if request in self._now.sessions else self._rows(request)
         if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:
             is_ready = super()._handle_blocked_waiting_request(request, **kwargs)
