@@ -34,7 +34,6 @@ from vllm_trie.engine.outputs import (
     EngineOutbox,
     add_engine_answer,
     engine_answer_output,
-    engine_answer_so_far,
     engine_error_output,
     engine_part_output,
     take_engine_output,
@@ -198,7 +197,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         """Send what a group has found in the steps that were replayed."""
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
-        output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.eos_token_id)
+        rest = group.unsent_so_far(best)
+        output = engine_answer_output(rest, plan.num_outputs, plan.eos_token_id, is_aborted=True)
         add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
         self._post_end(request, group, output)
 
