@@ -140,6 +140,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
         group = self._groups.pop(request_id)
+        self._started.pop(request_id, None)  # a load may still write its blocks: they are freed later
         assert not group.tries, f"group {request_id} closed with its blocks held"
 
     def take_update(self, request_id: str) -> RowUpdate | None:
@@ -368,9 +369,9 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries are consistent and the pool counts each of their blocks as used."""
         assert self.num_group_blocks == sum(group.num_held for group in self._groups.values())
-        assert all(self._groups.get(request_id) is group for request_id, group in self._started.items())
+        assert self._started.keys() <= self._groups.keys()
         for request_id, group in self._groups.items():
-            assert not group.tries or request_id in self._started
+            assert not group.tries or self._started.get(request_id) is group
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
                 trie.check_invariants()
