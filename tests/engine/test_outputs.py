@@ -18,7 +18,6 @@ from vllm_trie.engine.outputs import (
     add_to_engine_output,
     compact_engine_answer,
     engine_answer_output,
-    engine_answer_so_far,
     engine_error_output,
     engine_scores_and_stops,
 )
@@ -92,7 +91,7 @@ def test_a_search_without_a_hypothesis_says_so(num_outputs: int) -> None:
     output = engine_answer_output(NO_HYPOTHESES, num_outputs, EOS)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, NO_HYPOTHESIS)
     assert math.isnan(output.new_logprobs.logprobs.sum())
-    output = engine_answer_so_far(NO_HYPOTHESES, num_outputs, EOS)
+    output = engine_answer_output(NO_HYPOTHESES, num_outputs, EOS, is_aborted=True)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, None)
     assert math.isnan(output.new_logprobs.logprobs.sum())
 
@@ -100,7 +99,7 @@ def test_a_search_without_a_hypothesis_says_so(num_outputs: int) -> None:
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_no_hypothesis_of_an_aborted_search_keeps_its_own_reason(num_outputs: int) -> None:
     best = found([4, STOP], [5], stopped_by=[STOP, NO_TOKEN], leaves=[0, ~0])
-    sent = sent_of(engine_answer_so_far(best, num_outputs, EOS))
+    sent = sent_of(engine_answer_output(best, num_outputs, EOS, is_aborted=True))
     assert sent.are_aborted
     assert sent.finish_reasons == [0, 1][:num_outputs], "by which vLLM leaves the stop token out of the text"
     assert not sent_of(engine_answer_output(best, 3, EOS)).are_aborted
@@ -108,7 +107,9 @@ def test_no_hypothesis_of_an_aborted_search_keeps_its_own_reason(num_outputs: in
 
 def test_to_vllm_an_aborted_search_is_aborted_unless_a_single_text_needs_its_own_reason() -> None:
     ended, going_on = found([4, STOP], stopped_by=[STOP]), found([5], [6])
-    reasons = [engine_answer_so_far(best, n, EOS).finish_reason for best in (ended, going_on) for n in (1, 3)]
+    reasons = [
+        engine_answer_output(best, n, EOS, is_aborted=True).finish_reason for best in (ended, going_on) for n in (1, 3)
+    ]
     assert reasons == [FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT, FinishReason.ABORT]
 
 

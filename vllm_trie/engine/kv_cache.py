@@ -40,7 +40,6 @@ class RowUpdate:
 class _GroupKVBlocks:
     prefix_length: int  # tokens that the group computes as one row
     paths: np.ndarray  # keys of the tokens that its rows compute after it fans out, see `BlockTrie.fan_out`
-    is_prefilling: bool = False
     tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
     of_tokens: BlockTrie = field(init=False)  # the first of `tries` that holds tokens
     steps: int = 0
@@ -75,6 +74,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         self.num_lookahead_tokens = 0  # for drafts of ordinary requests, for which vLLM keeps room
         self.counts = TrieBlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupKVBlocks] = {}
+        self._started: dict[str, _GroupKVBlocks] = {}  # those of `_groups` that have blocks: far more may be queued
         self.num_group_blocks = 0  # held by tries, including blocks that no beam uses any more
         self.peak_group_blocks = 0
         self._taken_blocks: list[int] | None = None  # only with a KV connector
@@ -127,8 +127,8 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return sum(_manager_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
 
     def _blocks_to_fan_out_soon(self, starting: _GroupKVBlocks | None = None) -> int:
-        soon = [group for group in self._groups.values() if group.is_prefilling or group is starting]
-        return sum(map(self._blocks_to_fan_out, soon))
+        soon = [group for group in self._started.values() if not group.tries and group is not starting]
+        return sum(map(self._blocks_to_fan_out, soon if starting is None else [*soon, starting]))
 
     def most_blocks_of_next_step(self, num_rows: int) -> int:
         """The most blocks that so many decoding rows take in the next step, one each, and what groups need to fan out.
@@ -140,6 +140,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
         group = self._groups.pop(request_id)
+        self._started.pop(request_id, None)  # a load may still write its blocks: they are freed later
         assert not group.tries, f"group {request_id} closed with its blocks held"
 
     def take_update(self, request_id: str) -> RowUpdate | None:
@@ -227,7 +228,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         if blocks is None and self._reclaim_all():
             blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is not None and group is not None:
-            group.is_prefilling = True
+            self._started[request.request_id] = group
         return blocks
 
     def free(self, request: Request, **kwargs: Any) -> None:
@@ -251,6 +252,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             self.counts.add(trie.counts)
         self.num_group_blocks -= len(block_ids)
         self._groups[request_id] = _GroupKVBlocks(group.prefix_length, group.paths)
+        self._started.pop(request_id, None)
         return [self.block_pool.blocks[block_id] for block_id in block_ids]
 
     def has_fanned_out(self, request_id: str) -> bool:
@@ -360,14 +362,16 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     def total_counts(self) -> TrieBlockCounts:
         """The block counts of all groups so far, running or ended."""
         total = TrieBlockCounts()
-        for counts in (self.counts, *(trie.counts for group in self._groups.values() for trie in group.tries)):
+        for counts in (self.counts, *(trie.counts for group in self._started.values() for trie in group.tries)):
             total.add(counts)
         return total
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries are consistent and the pool counts each of their blocks as used."""
         assert self.num_group_blocks == sum(group.num_held for group in self._groups.values())
+        assert self._started.keys() <= self._groups.keys()
         for request_id, group in self._groups.items():
+            assert not group.tries or self._started.get(request_id) is group
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
                 trie.check_invariants()
@@ -390,7 +394,6 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
             tables.append(np.pad(trie.table(), ((0, 0), (trie.num_skipped, 0)), constant_values=null))
         group.of_tokens = next(trie for trie in group.tries if trie.holds_tokens)
         self.coordinator.pop_blocks_for_free(request.request_id)
-        group.is_prefilling = False
         group.update = RowUpdate(NewRows(tables, np.concatenate(copies).astype(np.int64)))
         return True
 
@@ -466,7 +469,7 @@ class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
         return len(blocks)
 
     def _reclaim_all(self) -> int:
-        reclaimed = sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
+        reclaimed = sum(self._reclaim(trie) for group in self._started.values() for trie in group.tries)
         return reclaimed + self._release_held()  # candidates that continue these compute a part of a block again
 
     def _release_held(self) -> int:

@@ -49,7 +49,8 @@ class GroupKVTransfers(Scheduler):
             self.deferred_frees.append((self.sched_step_seq, blocks[::-1]))
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput, **kwargs: Any) -> Any:
-        searching = {id_ for id_ in self.groups if self.kv_cache_manager.has_fanned_out(id_)}
+        running = (request.request_id for request in self.running)
+        searching = {id_ for id_ in running if self.kv_cache_manager.has_fanned_out(id_)}
         taken, shown = self.kv_cache_manager.pop_taken_blocks(), scheduler_output
         # In engines that draft, vLLM pads the tokens of groups; the padding is not computed.
         padding = {id_: len(ids) for id_, ids in shown.scheduled_spec_decode_tokens.items() if id_ in self.groups}
@@ -134,7 +135,7 @@ class GroupKVTransfers(Scheduler):
 
     def _forget_who_was_held_back(self) -> None:
         """Before a step: remove groups from `deferred_waiting`, which is to hold those held back in this step only."""
-        self.deferred_waiting.difference_update(self.requests[group_id] for group_id in self.groups)
+        self.deferred_waiting -= {request for request in self.deferred_waiting if request.request_id in self.groups}
 
     def _waits_for_connector(self, request: Request) -> bool:
         """Whether a request that gets no blocks now may get some later, or was held back in this step."""

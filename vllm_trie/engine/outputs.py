@@ -52,53 +52,43 @@ class EngineOutbox(list[tuple[int, EngineCoreOutput]]):
         self.clear()
 
 
-def engine_answer_output(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    """The answer of a finished search, without its request id.
+def engine_answer_output(
+    best: GroupHypotheses, num_outputs: int, eos_token_id: int | None, is_aborted: bool = False
+) -> EngineCoreOutput:
+    """The answer of a finished or aborted search, without its request id.
+
+    An aborted search may have found nothing yet. `SentHypotheses` keeps the hypotheses' own finish reasons, by which
+    vLLM makes their texts, and marks them as aborted. A single one that has ended keeps its own in the output, too.
 
     Args:
         best: Its hypotheses; fewer than outputs if bans leave fewer.
         num_outputs: Outputs of the request. A single one has vLLM's usual form; several are concatenated, and
             `SentHypotheses` separates them.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
+        is_aborted: Whether the search was aborted.
     """
+    output = EngineCoreOutput("", [])
     if not best:
-        nothing = _engine_output_logprob_sum(math.nan)
-        return EngineCoreOutput("", [], nothing, finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
-    output, sent = _engine_output_of(best.first(num_outputs), num_outputs, eos_token_id)
-    if num_outputs > 1:
-        add_to_engine_output(output, {HYPOTHESES: sent})
-    return output
-
-
-def engine_answer_so_far(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    """The answer of an aborted search, without its request id; it may have found nothing yet.
-
-    `SentHypotheses` keeps the hypotheses' own finish reasons, by which vLLM makes their texts, and marks them as
-    aborted. A single hypothesis that has ended keeps its own reason in the output, also for its text.
-    """
-    if not best:
-        return EngineCoreOutput("", [], _engine_output_logprob_sum(math.nan), finish_reason=FinishReason.ABORT)
-    output, sent = _engine_output_of(best.first(num_outputs), num_outputs, eos_token_id)
-    if num_outputs > 1 or not best.has_ended[0]:
-        output.finish_reason = FinishReason.ABORT
-    add_to_engine_output(output, {HYPOTHESES: sent._replace(are_aborted=True)})
-    return output
-
-
-def _engine_output_of(
-    best: GroupHypotheses, num_outputs: int, eos_token_id: int | None
-) -> tuple[EngineCoreOutput, SentHypotheses]:
-    """An output with the tokens of all hypotheses, and the `SentHypotheses` that separates them."""
+        output.new_logprobs = _engine_output_logprob_sum(math.nan)
+        nothing = (FinishReason.ABORT, None) if is_aborted else (FinishReason.STOP, NO_HYPOTHESIS)
+        output.finish_reason, output.stop_reason = nothing
+        return output
+    best = best.first(num_outputs)
     # If a stop string ended a hypothesis, the front end finds it in the text and sets the stop reason.
     reasons = np.where(best.has_ended, FinishReason.STOP, FinishReason.LENGTH).tolist()
     stops, sums = best.stop_tokens(eos_token_id), best.sum_logprobs.tolist()
-    output = EngineCoreOutput("", [*chain.from_iterable(best.token_ids)])
+    output.new_token_ids = [*chain.from_iterable(best.token_ids)]
     output.finish_reason, output.stop_reason = FinishReason(reasons[0]), stops[0]
+    if is_aborted and (num_outputs > 1 or not best.has_ended[0]):
+        output.finish_reason = FinishReason.ABORT
     if best.reports is not None and len(best.reports.ranks):
         output.new_logprobs = LogprobsLists(*best.reports)
     elif num_outputs == 1:
         output.new_logprobs = _engine_output_logprob_sum(sums[0])
-    return output, SentHypotheses(best.lengths.tolist(), reasons, stops, sums)
+    if is_aborted or num_outputs > 1:
+        sent = SentHypotheses(best.lengths.tolist(), reasons, stops, sums, are_aborted=is_aborted)
+        add_to_engine_output(output, {HYPOTHESES: sent})
+    return output
 
 
 def add_to_engine_output(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:

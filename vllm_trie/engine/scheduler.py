@@ -34,7 +34,6 @@ from vllm_trie.engine.outputs import (
     EngineOutbox,
     add_engine_answer,
     engine_answer_output,
-    engine_answer_so_far,
     engine_error_output,
     engine_part_output,
     take_engine_output,
@@ -115,6 +114,7 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes, config.exclude)
         wrap_vllm("vllm_trie.engine.catalogs")
+        wrap_vllm("vllm_trie.engine.core_step")
         self._now = _StepState()
 
     # Requests come and go.
@@ -197,7 +197,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         """Send what a group has found in the steps that were replayed."""
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
-        output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.eos_token_id)
+        rest = group.unsent_so_far(best)
+        output = engine_answer_output(rest, plan.num_outputs, plan.eos_token_id, is_aborted=True)
         add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
         self._post_end(request, group, output)
 
@@ -246,11 +247,10 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
             spare_tokens = self.max_num_scheduled_tokens - num_tokens
             num_rows = self._num_decoding_rows() if self._is_async else 0
             self._budgets.share_out([*self._growing(output, steps)], output, num_tokens, spare_tokens, num_rows)
-        for group_id, group in self.groups.items():
-            if group_id in steps:
-                group.num_pending += steps[group_id].selects
+        for group_id, step in steps.items():
+            self.groups[group_id].num_pending += step.selects
             if self._is_async:
-                _expect_pending_steps(self.requests[group_id], group)
+                _expect_pending_steps(self.requests[group_id], self.groups[group_id])
         has_changes = self.catalogs.changes is not None
         if steps or has_changes:
             attach_group_messages(output, steps, self.catalogs.take_changes() if has_changes else None)
@@ -295,13 +295,14 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         others = 0
         if not self.groups:
             return others
-        for group_id in self.groups:  # groups have forests in place of vLLM's drafts
-            self.requests[group_id].spec_token_ids = []
         # With pipeline stages, vLLM skips requests whose turn it is not; it counts this step only later.
         spare, running = self.max_num_scheduled_tokens, list[tuple[Request, BeamGroup | None]]()
         for request in self.running:
+            group = self.groups.get(request.request_id)
+            if group is not None:  # it has forests in place of vLLM's drafts
+                request.spec_token_ids = []
             if request.next_decode_eligible_step <= self.current_step + 1:
-                running.append((request, group := self.groups.get(request.request_id)))
+                running.append((request, group))
                 spare -= 1 if group is None else group.num_rows
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for request, group in running:
@@ -321,8 +322,8 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
         steps = {}
-        for group_id, group in self.groups.items():
-            if group_id not in output.num_scheduled_tokens:
+        for group_id in output.num_scheduled_tokens:
+            if (group := self.groups.get(group_id)) is None:
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
@@ -353,8 +354,12 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
 
     def _num_decoding_rows(self) -> int:
         """Rows of ordinary requests, and of groups that have fanned out."""
-        as_one_row = {id_ for id_ in self.groups if not self.kv_cache_manager.has_fanned_out(id_)}
-        return sum(self._rows(request) for request in self.running if request.request_id not in as_one_row)
+        counted = (
+            request
+            for request in self.running
+            if request.request_id not in self.groups or self.kv_cache_manager.has_fanned_out(request.request_id)
+        )
+        return sum(map(self._rows, counted))
 
     def _num_sessions(self) -> int:
         """Streaming sessions that are still waiting."""
@@ -392,6 +397,9 @@ class BeamScheduler(GroupKVTransfers, RestsWithoutBeams, Scheduler):
         group = self.groups.get(request.request_id)
         if group is not None and group.plan.brings and self._now.lacks_room:
             self._now.held_back.append(request)
+            return False
+        is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_loading and request.request_id not in self.finished_recving_kv_req_ids:
             return False
         needed = 0 if request in self._now.sessions else self._rows(request)
         if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:

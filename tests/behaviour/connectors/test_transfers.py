@@ -171,6 +171,26 @@ def test_a_search_that_the_connector_holds_back_waits_alone(start: Callable[...,
     assert MEMORY.num_asked == 6
 
 
+def test_a_search_that_loads_and_has_no_rows_yet_holds_nobody_back(start: Callable[..., Engine]) -> None:
+    saved_by(start)
+    MEMORY.steps_to_load = 12
+    core, finished = start("kv_consumer", max_num_seqs=6).llm.llm_engine, list[str]()
+    long, short = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (30, 2))
+    for name, (prompt, params) in {
+        "search": JOBS[0],
+        "long": (prompt_of(10, 8), long),
+        "short": (prompt_of(10, 9), short),
+    }.items():
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+        core.step()
+    for _ in range(6):
+        finished += [output.request_id for output in core.step() if output.finished]
+    assert (finished, MEMORY.num_loaded) == (["short"], 0)
+    while core.has_unfinished_requests():
+        finished += [output.request_id for output in core.step() if output.finished]
+    assert finished == ["short", "long", "search"]
+
+
 @pytest.mark.parametrize("is_async", EITHER)
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 2, 4, 6])
 def test_a_search_that_is_aborted_while_it_loads_leaves_nothing(

@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.golden.run import Unwatched
+from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
 
@@ -52,3 +53,25 @@ def test_a_step_without_beams_meets_few_functions_and_one_with_beams_few_files(e
         assert num_calls < 185
     finally:
         engine.close()
+
+
+def test_searches_that_wait_in_the_queue_cost_a_step_nothing(engines: Engines) -> None:
+    engines.close()
+    limits: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 4}
+    engine = Unwatched(TRAINED_TARGET, additional_config={"trie_beam": {}}, disable_log_stats=False, **limits)
+    core, counts = engine.llm.llm_engine, list[int]()
+    try:
+        for num_queued in (1, 100):
+            names = [f"{num_queued}-{number}" for number in range(num_queued + 1)]
+            for name in names:  # the first one takes all rows
+                params = beam_params(4, max_tokens=60, ignore_eos=True, detokenize=False)
+                core.add_request(name, {"prompt_token_ids": [*range(5, 25)]}, params)
+            for _ in range(5):
+                core.step()
+            counts.append(min(num_calls(core.step) for _ in range(5)))
+            core.abort_request(names)
+            while core.has_unfinished_requests():
+                core.step()
+    finally:
+        engine.close()
+    assert counts[1] - counts[0] < 10

@@ -83,6 +83,17 @@ def test_queue_order_is_kept_when_a_wide_group_waits_for_rows(engines: Engines, 
     assert order == ["first", "wide", "late"]
 
 
+def test_searches_of_one_token_take_one_row_each(engines: Engines, model: Path) -> None:
+    engine = engines(model, max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=False)
+    core, prompts = engine.llm.llm_engine, {str(seed): prompt_of(10, seed) for seed in range(4)}
+    for name, prompt in prompts.items():
+        core.add_request(name, {"prompt_token_ids": prompt}, beam_params(8, n=8, max_tokens=1, ignore_eos=True))
+    outputs = {output.request_id: output for output in core.step()}
+    assert outputs.keys() == prompts.keys()
+    for name, prompt in prompts.items():
+        assert agree(engine_answers(outputs[name], 1.0), transformers_beams(model, prompt, 8, 8, 1, eos_token_id=None))
+
+
 def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
