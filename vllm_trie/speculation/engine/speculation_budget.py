@@ -70,6 +70,8 @@ class SpeculationBudgets(SchedulerBudgets):
         forests = _group_forests_of(group)
         # The draft model may have a shorter maximum length.
         within_draft = self._draft_max_model_len - request.num_computed_tokens
+        if within_draft < 1:
+            forests.rest(group.length, NEVER_AGAIN)
         size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
         if forests.is_adaptive and size.num_layers > 0:
             size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
