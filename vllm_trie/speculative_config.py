@@ -60,6 +60,18 @@ def speculative_config_layers(vllm_config: VllmConfig) -> int:
     return 0 if config is None else int(config.num_speculative_tokens)
 
 
+def speculative_config_shorter_length(vllm_config: VllmConfig) -> int | None:
+    """The most tokens that the draft model takes; None if it takes as many as the target, or there is none.
+
+    From vLLM 0.33 on no request may be longer than the draft model takes.
+    """
+    config = vllm_config.speculative_config
+    if config is None or not config.uses_draft_model():
+        return None
+    length = int(config.draft_model_config.max_model_len)
+    return length if length < vllm_config.model_config.max_model_len else None
+
+
 def most_speculative_config_drafts(beam: BeamParams, num_layers: int) -> int:
     """The most drafts that one forward pass verifies for a search with these resolved options and so many layers."""
     per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM

@@ -15,7 +15,7 @@ from tests.support.running import prompt_of, run
 from tests.support.unseen import paths_before
 from vllm_trie.engine.scheduler import BeamScheduler
 from vllm_trie.speculation.worker.device_forests import DeviceForests
-from vllm_trie.speculation.worker.draft_batch import DraftBatch
+from vllm_trie.speculation.worker.draft_batch import DraftBatch, DraftInputs
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafter
 from vllm_trie.speculation.worker.draft_model import DraftModel
 from vllm_trie.speculation.worker.forest_step import ForestStep
@@ -41,15 +41,16 @@ class Alone:
             draft_layer(drafts, forests, number)
             assert not self._texts
 
-        def compared(model: DraftModel, batch: DraftBatch) -> torch.Tensor:
-            found = logits(model, batch)
+        def compared(model: DraftModel, inputs: DraftInputs) -> torch.Tensor:
+            found = logits(model, inputs)
             if self._are_unseen:
                 return found
             texts, self._texts = self._texts, []
-            tokens = [token for of_row in batch.tokens for token in of_row]
-            for (history, path), at in zip(texts, batch.wanted, strict=True):
+            assert inputs.wanted is not None
+            tokens, positions = inputs.tokens.tolist(), inputs.positions.tolist()
+            for (history, path), at in zip(texts, inputs.wanted.tolist(), strict=True):
                 text = history + path
-                assert (text[-1], len(text) - 1) == (tokens[at], batch.positions[at])
+                assert (text[-1], len(text) - 1) == (tokens[at], positions[at])
             self._compare_all(texts, found)
             return found
 

@@ -44,3 +44,18 @@ def check_contrast_option(contrast: Mapping[str, Any] | None, why_not: str | Non
             f"contrast={shown_option(dict(contrast))} needs a draft model, and this engine {why_not}; start it with "
             'speculative_config={"method": "draft_model", "model": ..., "num_speculative_tokens": ...}, or leave it out'
         )
+
+
+def check_contrast_length(
+    contrast: Mapping[str, Any] | None, prompt_length: int, max_tokens: int, most: int | None
+) -> None:
+    """Refuse `contrast` of more tokens than the draft model takes; `most` is None where it takes all.
+
+    Raises:
+        ValueError: names what would work.
+    """
+    if contrast is not None and most is not None and prompt_length + max_tokens > most:
+        raise ValueError(
+            f"contrast with a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceeds {most} tokens, the "
+            f"most that the draft model takes; lower max_tokens, or shorten the prompt"
+        )

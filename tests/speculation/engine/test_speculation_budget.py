@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.test_new_group import group_of as beam_group_of
 from vllm_trie import BeamParams
-from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DraftedMessage
+from vllm_trie.engine.speculation import DraftingCandidate
+from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DraftedMessage, GroupStep
+from vllm_trie.search.rules import SearchPhase
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.engine.speculation_budget import SpeculationBudgets
 
@@ -47,3 +50,17 @@ def test_a_layer_has_no_more_drafts_than_a_forest(speculation: str) -> None:
     """However many are asked for: as many tokens are ranked after each node."""
     forests = GroupForests(BeamParams(beam_width=2, speculation=speculation, draft_width=150_000), 2)
     assert forests.draft_width == forests.most_drafts == MOST_DRAFTS
+
+
+@pytest.mark.parametrize("speculation", ["exact", "auto"])
+def test_beyond_the_length_that_the_draft_model_takes_no_step_waits_for_the_one_before(speculation: str) -> None:
+    group, budgets = beam_group_of({"speculation": speculation}), budgets_of(False)
+    group.forests = budgets.forests(group.plan.params, group.plan.width)
+    group.length = 1
+    request: Any = SimpleNamespace(num_computed_tokens=64)
+    output: Any = SimpleNamespace(scheduled_spec_decode_tokens={}, num_scheduled_tokens={})
+    step = GroupStep(SearchPhase(), selects=True)
+    budgets.share_out([DraftingCandidate(group, request, step)], output, 4, 99, 0)
+    group.num_pending = 1
+    assert step.budget is None
+    assert not group.waits

@@ -21,6 +21,7 @@ from vllm_trie.speculation.search.forest import (
     Layer,
     affordable_forest_layers,
     draft_forest_layer,
+    useful_forest_layers,
 )
 
 EOS, VOCABULARY = 0, 24
@@ -304,3 +305,17 @@ def test_what_ends_or_is_dead_is_not_drafted() -> None:
     layer = draft_forest_layer(forest, Layer([0, 1, 2], dead, 3), best(logprobs), 3, 9)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (2, 0)]
     assert draft_forest_layer(forest, layer, best(torch.full((2, 4), float("-inf"))), 3, 9).nodes == []
+
+
+@pytest.mark.parametrize(
+    ("max_drafts", "width", "expected"), [(8, 4, 1), (16, 4, 2), (32, 4, 4), (40, 16, 1), (64, 16, 2), (128, 64, 1)]
+)
+def test_a_forest_with_few_drafts_has_no_layer_that_is_narrower_than_the_beams(
+    max_drafts: int, width: int, expected: int
+) -> None:
+    assert useful_forest_layers(max_drafts, 4, 2 * width, width) == expected
+
+
+@pytest.mark.parametrize("draft_width", [1, 3, 4, 5, 16])
+def test_a_forest_with_all_its_drafts_has_all_its_layers(draft_width: int) -> None:
+    assert all(useful_forest_layers(count * draft_width, count, draft_width, 4) == count for count in range(1, 9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,3 +198,28 @@ def test_by_kernels_they_draft_and_find_the_same(monkeypatch: pytest.MonkeyPatch
             assert step.parents.tolist() == plain.parents.tolist()
             assert step.tokens[lives].tolist() == plain.tokens[lives].tolist()
             assert step.scores == pytest.approx(plain.scores, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_host_readable", [True, False])
+def test_no_two_groups_hold_processed_logits_at_a_time(is_host_readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are float32, and hold a prefix as often as paths share it."""
+    planted = Planted(rules_of(3)._replace(is_controlled=True), 1, is_coarse=False, num_groups=3)
+    made = list[weakref.ref[torch.Tensor]]()
+
+    def processed(_: Any, logits: torch.Tensor, *of_paths: Any) -> torch.Tensor:
+        assert not any(of_another() is not None for of_another in made)
+        values = logits.clone()
+        made.append(weakref.ref(values))
+        return values
+
+    selector: Any = object.__new__(Selector)
+    selector._most_together, selector.processed = MOST_TOGETHER, processed
+    rows: Any = SimpleNamespace(places=lambda slots: slots, first_logits=lambda places: places)
+    logits = torch.randn(99, VOCAB_SIZE, generator=planted.random)
+    if not is_host_readable:
+        pretend_unseen(monkeypatch)
+    found = SearchedForestStep.search(
+        [VerifiedForestNodes(selector, rows, one, logits) for one in planted.forest_steps]
+    )
+    assert len(found) == len(made) == 3
+    assert all(of_group() is None for of_group in made)

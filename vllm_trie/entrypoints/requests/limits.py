@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.messages import MOST_DRAFTS
+from vllm_trie.options.contrast import check_contrast_length
 from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST_STOPS
 from vllm_trie.options.request import BeamParams, SearchParams, StepOptions
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.speculation import check_draft_width_option
-from vllm_trie.speculative_config import most_speculative_config_drafts, speculative_config_layers
+from vllm_trie.speculative_config import (
+    most_speculative_config_drafts,
+    speculative_config_layers,
+    speculative_config_shorter_length,
+)
 from vllm_trie.supported_engines import plugin_config_of
 from vllm_trie.trie.blocks import least_trie_blocks
 
@@ -35,6 +40,7 @@ class RequestLimits:
     max_beam_width: int | None = None  # the engine's option
     has_window: bool = False  # some layers have window attention, and may free the prompt's first blocks
     num_draft_layers: int = 0  # layers of drafts that one forward pass can verify
+    most_contrasted: int | None = None  # tokens that the draft model takes, where these are fewer than the target's
 
 
 def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
@@ -48,6 +54,7 @@ def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
         max_beam_width=plugin_config_of(vllm_config).max_beam_width,
         has_window=vllm_config.model_config.get_sliding_window() is not None,
         num_draft_layers=speculative_config_layers(vllm_config),
+        most_contrasted=speculative_config_shorter_length(vllm_config),
     )
 
 
@@ -78,6 +85,7 @@ def validate_request(
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     check_draft_width_option(beam, limits.vocab_size)
     _check_request_trace(beam, params.max_tokens or 1, limits.num_draft_layers)
+    check_contrast_length(beam.contrast, needed.prompt_length, params.max_tokens or 1, limits.most_contrasted)
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -18,6 +19,7 @@ from vllm_trie.search.strategies.joint_sampling import JointSamplingStrategy
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.engine.lookahead import lend_lookahead
+from vllm_trie.speculation.search.forest import useful_forest_layers
 from vllm_trie.speculation.search.forest_size import ForestSize
 
 MOST_REST = 16  # steps, of a group with n-gram drafting
@@ -70,6 +72,8 @@ class SpeculationBudgets(SchedulerBudgets):
         forests = _group_forests_of(group)
         # The draft model may have a shorter maximum length.
         within_draft = self._draft_max_model_len - request.num_computed_tokens
+        if within_draft < 1:
+            forests.rest(group.length, NEVER_AGAIN)
         size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
         if forests.is_adaptive and size.num_layers > 0:
             size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
@@ -82,15 +86,28 @@ class SpeculationBudgets(SchedulerBudgets):
             num_layers, draft_width = size
             share, least = len(candidates) - position, least_drafts_to_speculate(group.plan.search)
             within_model = self._max_model_len - request.num_computed_tokens  # all drafts may be in one row
-            most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
+            most = min(spare_tokens // share, within_model, MOST_DRAFTS)
+            num_layers = self._useful_layers(group, most, size)
+            most = min(most, num_layers * draft_width)
             if num_layers < 1 or most < least:
                 continue
             lookahead = lend_lookahead(self._kv_cache_manager, group, num_layers, range(least, most + 1), num_kept)
             if lookahead is None:
                 continue
+            lent = ForestSize(lookahead.num_layers, draft_width)
+            lookahead = replace(lookahead, num_layers=self._useful_layers(group, lookahead.max_drafts, lent))
             phases = [group.next_phase(ahead) for ahead in range(1, lookahead.num_layers + 1)]
             step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, phases=phases)
             spare_tokens -= lookahead.max_drafts
+
+    def _useful_layers(self, group: BeamGroup, max_drafts: int, size: ForestSize) -> int:
+        """The layers of a forest of this size that may lead on, if it has so many drafts.
+
+        Sampled forests, and those of n-grams, divide drafts among layers in other ways.
+        """
+        if self._by_ngrams or isinstance(group.plan.search.strategy, JointSamplingStrategy):
+            return size.num_layers
+        return min(size.num_layers, useful_forest_layers(max_drafts, *size, group.plan.width))
 
     def finished(self, decided: Iterable[DecidedMessage]) -> None:
         """See `SchedulerBudgets`."""

@@ -7,6 +7,7 @@ sees the row's past, its ancestors and itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -143,6 +144,27 @@ def affordable_forest_layers(max_drafts: int, num_layers: int, draft_width: int,
     """
     num_layers = min(num_layers, max_drafts // least_width)
     return (num_layers, min(draft_width, max_drafts // num_layers)) if num_layers else (0, 0)
+
+
+def open_forest_drafts(number: int, num_layers: int, max_drafts: int) -> int:
+    """The most drafts of layers 1 to `number` of a searched forest together: the first layers must not take all."""
+    return math.ceil(math.sqrt(number / num_layers) * max_drafts)
+
+
+def useful_forest_layers(max_drafts: int, num_layers: int, draft_width: int, width: int) -> int:
+    """How many layers of a searched forest may each have a draft for each of `width` beams; at least one.
+
+    A narrower layer hardly ever leads on, and its drafts are missing in the layers before it.
+    """
+
+    def narrowest(layers: int) -> int:
+        most, sizes = min(layers * draft_width, max_drafts), list[int]()
+        for number in range(1, layers + 1):
+            sizes.append(min(draft_width, open_forest_drafts(number, layers, most) - sum(sizes)))
+        return min(sizes)
+
+    least = min(width, draft_width)
+    return next((layers for layers in range(num_layers, 1, -1) if narrowest(layers) >= least), 1)
 
 
 class Layer(NamedTuple):

@@ -46,4 +46,4 @@ class HeadDrafter(ModelDrafter):
             (tokens,) = self._selector.rows.tokens(group.slots, start, end).tolist()
             batch.add_sequence(tokens, start)
             batch.blocks.append(blocks)
-        self.draft_model.forward(batch)
+        self.draft_model.forward(self._inputs(batch))

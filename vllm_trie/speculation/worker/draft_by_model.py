@@ -7,7 +7,7 @@ from functools import cached_property
 from vllm_trie.search.devices import is_searched_on_host
 from vllm_trie.speculation.worker.device_forests import DeviceForests
 from vllm_trie.speculation.worker.draft import Drafter, Forests
-from vllm_trie.speculation.worker.draft_batch import DraftBatch
+from vllm_trie.speculation.worker.draft_batch import DraftBatch, DraftInputs
 from vllm_trie.speculation.worker.draft_model import DraftModel
 from vllm_trie.speculation.worker.forest_step import ForestStep, add_forest_layer
 from vllm_trie.speculation.worker.roots import ForestRoots, forest_roots_of
@@ -45,6 +45,10 @@ class ModelDrafter(Drafter):
             self.compare(others)
         return forests
 
+    def _inputs(self, batch: DraftBatch) -> DraftInputs:
+        """A batch on the device."""
+        return batch.inputs(self._runner.block_tables.block_sizes, self._runner.device)
+
     def _note_pending(self, forest_step: ForestStep, roots: ForestRoots) -> None:
         """Notes which tokens of each beam the draft model has not computed."""
         forest_step.pending, forest_step.group.num_drafted = roots.tokens.tolist(), forest_step.start
@@ -57,7 +61,7 @@ class ModelDrafter(Drafter):
             while len(forest_step.pending[0]) > per_row:
                 batch = DraftBatch()
                 batch.add_pending(forest_step, per_row)
-                self.draft_model.forward(batch)
+                self.draft_model.forward(self._inputs(batch))
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_unseen(self, forests: Forests) -> None:
@@ -66,9 +70,9 @@ class ModelDrafter(Drafter):
         batch = DraftBatch()
         for forest_step in unseen.forest_steps:
             batch.add_pending(forest_step)
-        unseen.draft(self.draft_model.logits(batch), 1)
+        unseen.draft(self.draft_model.logits(self._inputs(batch)), 1)
         for number in range(1, unseen.num_layers):
-            unseen.draft(self.draft_model.logits_after(unseen.inputs(number)), number + 1)
+            unseen.draft(self.draft_model.logits(unseen.inputs(number)), number + 1)
         unseen.finish()
 
     def _draft_layer(self, forests: Forests, number: int) -> None:
@@ -81,4 +85,4 @@ class ModelDrafter(Drafter):
                 batch.add_pending(forest_step)
             else:
                 batch.add_layer(forest_step)
-        add_forest_layer(active, self.draft_model.logits(batch), number)
+        add_forest_layer(active, self.draft_model.logits(self._inputs(batch)), number)

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_trie.speculation.worker.draft_batch import DraftBatch, DraftInputs
+from vllm_trie.speculation.worker.draft_batch import DraftInputs
 from vllm_trie.worker.attention.shared_rows import SharesAttentionPrefixes
 
 
@@ -28,24 +28,13 @@ class DraftModel:
         self._runner = runner
         self._speculator = runner.speculator
 
-    def logits(self, batch: DraftBatch) -> torch.Tensor:
+    def logits(self, inputs: DraftInputs) -> torch.Tensor:
         """Computes tokens, writes their KV, and returns the logits [wanted, V] after some of them."""
-        return self.logits_after(self._inputs(batch))
-
-    def logits_after(self, inputs: DraftInputs) -> torch.Tensor:
-        """`logits` for tokens that are on the device already."""
-        hidden = self._forward(inputs)
+        hidden = self.forward(inputs)
         return self._speculator.model.compute_logits(hidden if inputs.wanted is None else hidden[inputs.wanted])
 
-    def forward(self, batch: DraftBatch) -> torch.Tensor:
+    def forward(self, inputs: DraftInputs) -> torch.Tensor:
         """Computes tokens, writes their KV, and returns hidden states [T, H]."""
-        return self._forward(self._inputs(batch))
-
-    def _inputs(self, batch: DraftBatch) -> DraftInputs:
-        return batch.inputs(self._runner.block_tables.block_sizes, self._runner.device)
-
-    def _forward(self, inputs: DraftInputs) -> torch.Tensor:
-        """[T, H], hidden states of all tokens."""
         config = self._runner.kv_cache_config
         self._announce_trees(inputs)
         metadata = build_attn_metadata(

@@ -26,37 +26,46 @@ class VerifiedForestNodes:
         forest_step: The group's forest.
         logits: [N, V], of the batch, unprocessed.
 
-    The logits [N, V] `values` are processed if the rules ask for it; `at` [nodes] are the nodes' indices in them.
+    `at` [nodes] are the nodes' indices in `values`.
     """
 
     def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
         self.forest_step = forest_step
         self.forest = forest_step.forest
         self.rules = forest_step.rules
-        self._selector = selector
+        self.device = logits.device
+        self._selector, self._rows, self._logits = selector, rows, logits
         of_rows = rows.first_logits(rows.places(forest_step.group.slots))
-        self.values, self.at = logits, forest_step.nodes_at(of_rows)[: self.forest.num_nodes]
+        self.at = forest_step.nodes_at(of_rows)[: self.forest.num_nodes]
         if self.rules[0].is_controlled:
-            self._process(rows)
+            self._lay_out_paths()
 
-    def _process(self, rows: BatchRows) -> None:
-        """Applies logits processors to each path from a root to a leaf, as vLLM does to a row of drafts."""
+    def _lay_out_paths(self) -> None:
+        """Lays out each path from a root to a leaf, as vLLM does a row of drafts."""
         paths = [self.forest.path(leaf) for leaf in self.forest.leaves()]
         nodes, lengths = np.concatenate(paths), np.array([*map(len, paths)])
         slots = np.repeat(self.forest_step.group.slots[[path[0] for path in paths]], lengths)
         depths = np.array(self.forest.depths)[nodes]
-        of_paths = self.at[nodes], slots, self.forest_step.start + 1 + depths, depths
-        values = self.values[selection_index_of(self.at[nodes], self.values.device)]
-        self.values = self._selector.processed(rows, values, *of_paths)
+        self._of_paths = self.at[nodes], slots, self.forest_step.start + 1 + depths, depths
         self.at[nodes] = np.arange(len(nodes))
+
+    def values(self) -> torch.Tensor:
+        """The logits [N, V]; if the rules ask for it, processed ones of all paths.
+
+        These take much memory. So a walk asks for them once, when it begins, and nothing holds them longer.
+        """
+        if not self.rules[0].is_controlled:
+            return self._logits
+        values = self._logits[selection_index_of(self._of_paths[0], self.device)]
+        return self._selector.processed(self._rows, values, *self._of_paths)
 
     def parts(self, alike: list[VerifiedForestNodes]) -> list[list[VerifiedForestNodes]]:
         """Groups with this one's rules that may take their steps together, see `Selector.parts`."""
         return self._selector.parts(self.rules[0], alike)
 
-    def logits(self, nodes: list[int]) -> torch.Tensor:
-        """[nodes, V], the logits after nodes."""
-        return self.values[self._selector.rows.upload(self.at[nodes])]
+    def index(self, nodes: list[int]) -> torch.Tensor:
+        """[nodes], where the logits after nodes are in `values`."""
+        return self._selector.rows.upload(self.at[nodes])
 
     def inputs(self, rules: SearchRules, nodes: Callable[[], list[int]]) -> SearchInputs:
         """The inputs of a step from beams at `nodes`, which is only called if the host must know them."""
@@ -69,7 +78,7 @@ class VerifiedForestNodes:
         if rules.stops.may_complete:
             num_tokens = np.array([self.forest_step.start + 1])
             completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
-        if not launches.worker_runs_kernels_on(self.values.device):
+        if not launches.worker_runs_kernels_on(self.device):
             return SearchInputs(completes=completes)
         by_kernel = launches.worker_module_for_gpus("worker.kernels.slots").launch_select_next
         return SearchInputs(completes=completes, select_next=by_kernel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from vllm_trie.search.devices import uploaded_for_search
 from vllm_trie.search.rules import SearchRules
 from vllm_trie.search.step_result import SearchStepResult
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts_to_forest
-from vllm_trie.speculation.search.forest import Forest, Layer
+from vllm_trie.speculation.search.forest import Forest, Layer, open_forest_drafts
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows
 
@@ -74,8 +73,8 @@ class ForestStep:
         return [self.start // block_size for block_size in self.block_sizes]
 
     def num_open(self, number: int) -> int:
-        """The most drafts of layers 1 to `number` together: the first layers must not take all."""
-        return math.ceil(math.sqrt(number / self.budget.num_layers) * self.budget.max_drafts)
+        """The most drafts of layers 1 to `number` together."""
+        return open_forest_drafts(number, self.budget.num_layers, self.budget.max_drafts)
 
     @property
     def counts(self) -> np.ndarray:

@@ -46,7 +46,6 @@ class VerifyingWalk:
     def __init__(self, nodes: Sequence[VerifiedForestNodes]) -> None:
         self.nodes = nodes
         self.steps: list[WalkStep] = []  # taken so far
-        self._values = nodes[0].values
         self._grown = [of_group.forest_step.grown for of_group in nodes if of_group.forest_step.grown is not None]
         self._keys, self._known, self._at = self._children()  # [G, N] each
 
@@ -70,18 +69,18 @@ class VerifyingWalk:
     @property
     def device(self) -> torch.device:
         """The device of the walk."""
-        return self._values.device
+        return self.nodes[0].device
 
     def __iter__(self) -> Iterator[PackedSearchStep]:
         """Takes the steps, one after the other."""
-        groups = [of_group.forest_step.group for of_group in self.nodes]
+        values, groups = self.nodes[0].values(), [of_group.forest_step.group for of_group in self.nodes]
         beams, width = beams_of_rows(groups), len(groups[0].row_ids)
         nodes = search_arange(width, self.device).expand(len(groups), width)
         num_layers = max(of_group.forest_step.num_layers for of_group in self.nodes)
         all_rules = self.nodes[0].rules[: 1 + num_layers]
         for rules in all_rules:
             beams = self._at_nodes(beams, nodes)
-            taken = self._take(rules, nodes, beams)
+            taken = self._take(rules, values, nodes, beams)
             self.steps.append(WalkStep(taken, beams.after(taken.going)))
             yield taken
             if rules.is_last or len(self.steps) == len(all_rules):
@@ -94,17 +93,19 @@ class VerifyingWalk:
         states = self.nodes[0].forest_step.states
         return beams._replace(states=gather_search_states(states, nodes)) if states else beams
 
-    def _take(self, rules: SearchRules, nodes: torch.Tensor, beams: SearchBeams) -> PackedSearchStep:
-        """One step from beams at `nodes` [G, b]."""
+    def _take(
+        self, rules: SearchRules, values: torch.Tensor, nodes: torch.Tensor, beams: SearchBeams
+    ) -> PackedSearchStep:
+        """One step from beams at `nodes` [G, b], by the logits `values` [N, V]."""
         at, device = self._at.gather(1, nodes).flatten(), self.device
         if launches.worker_runs_kernels_on(device):
             kernels = launches.worker_module_for_gpus("worker.select.by_kernels")
-            if take := kernels.select_by_kernels(rules, KernelStepSizes.of(beams, self._values.shape[1])):
+            if take := kernels.select_by_kernels(rules, KernelStepSizes.of(beams, values.shape[1])):
                 nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
-                which = kernels.KernelLogits.of(self._values, at, rules.stops)
+                which = kernels.KernelLogits.of(values, at, rules.stops)
                 return take(which, beams, search_arange(len(at), device), nowhere)
         inputs = self.nodes[0].inputs(rules, cache(lambda: self._numbers(nodes[0])))
-        return take_packed_search_step(rules, self._values[at].view(*nodes.shape, -1), beams, inputs)
+        return take_packed_search_step(rules, values[at].view(*nodes.shape, -1), beams, inputs)
 
     def _numbers(self, nodes: torch.Tensor) -> list[int]:
         """Nodes [b] of the first group, as the host numbers them. Waits for the device."""
@@ -129,10 +130,7 @@ def verifying_walks_of(nodes: Sequence[VerifiedForestNodes]) -> list[VerifyingWa
     for number, of_group in enumerate(nodes):
         first = of_group.rules[0]
         is_alone = (
-            is_searched_on_host(of_group.values.device)
-            or first.is_controlled
-            or first.constraints
-            or first.stops.strings
+            is_searched_on_host(of_group.device) or first.is_controlled or first.constraints or first.stops.strings
         )
         alike[number if is_alone else None, *of_group.rules].append(of_group)
     return [VerifyingWalk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]

@@ -105,7 +105,7 @@ class SampledForestStep(ForestStep):
         """Layers distributed as beam sampling's, until one was not fully drafted."""
         steps, beams, accepted = list[SearchStepResult](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
-        before = self.group.beams
+        before, values = self.group.beams, nodes.values()
         scores = before.scores[0]
         logprobs: torch.Tensor  # of the beams before the newest step
         newest: SearchStepResult[torch.Tensor]
@@ -115,7 +115,7 @@ class SampledForestStep(ForestStep):
             nonlocal before, logprobs
             before = self.beams_at(beams[-1], SearchBeams(scores[None]))
             (joint,), (logprobs,) = joint_search_distribution(
-                self.rules[len(steps)], nodes.logits(beams[-1])[None], before
+                self.rules[len(steps)], values[nodes.index(beams[-1])][None], before
             )
             of_rows = joint[np.maximum(slots_of_rows, 0)]
             of_rows[slots_of_rows < 0] = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,19 +72,19 @@ class SearchedForestStep(ForestStep):
         return ForestOutcome(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
 
 
-def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> list[list[Iterable[SearchStepResult[np.ndarray]]]]:
+def _searched_forests_on_host(walks: Sequence[VerifyingWalk]) -> Iterator[list[Iterable[SearchStepResult[np.ndarray]]]]:
     """By walk and group, the steps: from a device, all by one copy; on the host, one after the other."""
-    device = walks[0].device
-    if is_searched_on_host(device):
-        return [[(unpack_search_steps(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]
+    if is_searched_on_host(walks[0].device):
+        for walk in walks:  # not all at once: a walk holds its logits until its steps are dropped
+            yield [(unpack_search_steps(taken.words.numpy(), taken.layout)[0] for taken in walk)]
+        return
     taken = [[*walk] for walk in walks]
     words = torch.cat([step.words.flatten() for of_walk in taken for step in of_walk]).cpu().numpy()
-    on_host, at = list[list[Iterable[SearchStepResult[np.ndarray]]]](), 0
+    at = 0
     for of_walk in taken:
         by_step = []
         for step in of_walk:
             size = step.words.numel()
             by_step.append(unpack_search_steps(words[at : at + size].reshape(step.words.shape), step.layout))
             at += size
-        on_host.append([*zip(*by_step, strict=True)])
-    return on_host
+        yield [*zip(*by_step, strict=True)]

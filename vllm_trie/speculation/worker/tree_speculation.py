@@ -29,6 +29,7 @@ from vllm_trie.speculation.worker.stopwatch import DraftStopwatch
 from vllm_trie.speculation.worker.tree_positions import DraftTreePositions, draft_tree_positions
 from vllm_trie.speculation.worker.tree_rows import DraftTreeRows
 from vllm_trie.speculation.worker.verify import verify_forests
+from vllm_trie.speculative_config import speculative_config_shorter_length
 from vllm_trie.worker.attention.tree_layers import attention_takes_trees
 from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.rows.rows import BatchRows, GroupRows, row_rope_state
@@ -80,6 +81,8 @@ class TreeSpeculation(RunnerSpeculation):
         kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafter)
         self.drafter = kind(runner, runner.selector, self.rows, runner.rank_check)
         runner.speculator.propose = partial(self._propose_for_others, runner.speculator.propose)
+        if (length := speculative_config_shorter_length(runner.vllm_config)) is not None:
+            runner.speculator._run_model = partial(_run_within_length, runner.speculator._run_model, length)
         if (rope := row_rope_state(runner)) is not None:
             rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
 
@@ -187,3 +190,12 @@ class TreeSpeculation(RunnerSpeculation):
                 runner.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them
             proposed[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
         return proposed
+
+
+def _run_within_length(stock: Any, length: int, input_ids: torch.Tensor, positions: torch.Tensor, *args: Any) -> Any:
+    """Wraps passes of a draft model that takes fewer tokens than the target: its embedding has `length` positions.
+
+    vLLM drafts for requests of any length. What a draft model computes of tokens beyond its length means nothing, and
+    no beam depends on it. It must compute those before, as shorter prompts find them in the prefix cache.
+    """
+    return stock(input_ids, positions.clamp(max=length - 1), *args)
