@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_nodes_are_those_of_a_trie_level_by_level_and_ascending(sequences: Seque
         level = below
     assert catalog.num_nodes == number
     assert catalog.item_ids.tolist() == ids
+
+
+@given(SEQUENCES)
+def test_the_tokens_of_a_depth_are_those_of_all_items_at_it(items: Sequences) -> None:
+    levels = Catalog.from_sequences(items).tokens_by_depth()
+    expected = [sorted({item[depth] for item in items if depth < len(item)}) for depth in range(len(levels))]
+    assert [level.tolist() for level in levels] == expected
+    assert {level.dtype for level in levels} == {np.dtype(np.int64)}
+    assert len(levels) == max(map(len, items))
+
+
+def test_a_long_item_of_high_tokens_takes_no_memory_for_those_below_at_each_depth() -> None:
+    catalog = Catalog.from_sequences([[1], [1 << 30] * 100])
+    tracemalloc.start()
+    catalog.tokens_by_depth()
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 100_000
 
 
 @given(SEQUENCES)

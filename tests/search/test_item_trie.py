@@ -19,7 +19,7 @@ from vllm_trie.search.beams import SearchBeams
 from vllm_trie.search.constraints.catalog import ConstraintAlongItems, ItemConstraint
 from vllm_trie.search.constraints.ngrams import NGramConstraint
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoostConstraint
-from vllm_trie.search.filters import SearchPruning
+from vllm_trie.search.filters import SearchFilters, SearchPruning
 from vllm_trie.search.rules import SearchPhase, SearchRules
 from vllm_trie.search.step import take_search_step
 from vllm_trie.search.step_result import next_search_beams
@@ -265,6 +265,16 @@ def test_steps_are_those_of_a_plain_loop(
         if not found:
             return
         slots, state = grown, before.after(next_search_beams(step))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9999])
+def test_what_goes_on_within_the_nucleus_is_kept_after_many_items_that_only_end(top_p: float) -> None:
+    rules = rules_of(2, constraints=(ItemConstraint(""),), filters=SearchFilters(top_p=top_p))
+    along = along_of([(1,), (2,), (3,), (4,), (5, 6), (5, 7)], ItemConstraint(""))
+    logits = torch.tensor([1e-9, 0.21, 0.205, 0.2, 0.195, 0.19]).log()[None, None]
+    step = take_search_step(rules, logits, SearchBeams(torch.zeros(1, 1), states={along: along.begin(1, CPU)}))
+    assert step.tokens[step.scores > -math.inf].tolist() == [5]
+    assert step.finished.tokens[step.finished.scores > -math.inf].tolist() == [1, 2]
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_trie.search.devices import pinned_search_tensors, search_arange
 from vllm_trie.search.rank import MIN_TILES, TILE, SearchCandidates, rank_search_candidates, search_topk
 from vllm_trie.search.step import search_log_probabilities
 
@@ -140,6 +141,22 @@ def test_logits_are_left_as_they_were() -> None:
 def places(ranked: SearchCandidates) -> list[tuple[int, int]]:
     """(parent, token) of the only group's candidates."""
     return [*zip(ranked.parents[0].tolist(), ranked.tokens[0].tolist(), strict=True)]
+
+
+def test_searches_of_many_widths_share_what_is_cached() -> None:
+    row = torch.zeros(1, 1, 60_000)
+    with pinned_search_tensors() as tensors:
+        for width in range(1, 65):
+            rank_search_candidates(row.expand(1, width, -1), torch.zeros(1, width), 2 * width)
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()
+    assert sum(sizes) < 4 * max(sizes)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 9])
+@pytest.mark.parametrize("last", [None, 0, 3])
+def test_numbers_ascend_up_to_the_last(count: int, last: int | None) -> None:
+    numbers = search_arange(count, torch.device("cpu"), last)
+    assert numbers.tolist() == [number if last is None else min(number, last) for number in range(count)]
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0, 60.0])

@@ -107,7 +107,7 @@ def check(case: Case) -> None:
 
     def judge(parents: np.ndarray, tokens: np.ndarray, _: np.ndarray | None) -> np.ndarray:
         pairs = zip(parents.ravel().tolist(), tokens.ravel().tolist(), strict=True)
-        return np.array([pair in completing for pair in pairs]).reshape(tokens.shape)
+        return np.array([pair in completing for pair in pairs], dtype=bool).reshape(tokens.shape)
 
     for allowed in (True, False):
         with shortcuts(allowed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -17,7 +19,12 @@ from transformers import AutoTokenizer
 from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.detokenizing import detokenizing_function
-from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, SearchStopStrings
+from vllm_trie.search.beams import SearchBeams
+from vllm_trie.search.constraints.stops import StopConstraints, StopStringConstraint
+from vllm_trie.search.rules import SearchInputs, SearchRules
+from vllm_trie.search.step import take_search_step
+from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, SearchStopStrings, SearchTextEnd
+from vllm_trie.search.strategies.best import BestStrategy
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 CHARACTERS = "aaabbb \né€😀"
@@ -94,6 +101,11 @@ def completes(stop: SearchStopStrings, token: int, prompt: list[int], generated:
     return stop.is_completed_by(token, stop.end_of(prompt, generated))
 
 
+def completes_in_ranking(stop: SearchStopStrings, token: int, end: SearchTextEnd) -> bool:
+    """Whether it does as the only candidate of a step."""
+    return bool(stop.completed(np.zeros((1, 1), int), np.array([[token]]), lambda group, beam: end).item())
+
+
 def check_every_place(
     stop: SearchStopStrings, decode: Callable[[list[int]], str], prompt: list[int], generated: list[int]
 ) -> None:
@@ -104,7 +116,8 @@ def check_every_place(
         new_ends = range(len(before.rstrip(INCOMPLETE)) + 1, len(after) + 1)
         expected = any(after[:end].endswith(string) for end in new_ends for string in stop.strings)
         assert completes(stop, token, prompt, generated[:place]) == expected, (stop.strings, after)
-        assert stop.may_complete(np.array([token])).all() or not expected, (stop.strings, after)
+        end = stop.end_of(prompt, generated[:place])
+        assert completes_in_ranking(stop, token, end) == expected, (stop.strings, after)
         before = after
 
 
@@ -209,6 +222,43 @@ def test_tokens_are_suspected_in_any_shape_and_judged_once() -> None:
     decoded.clear()
     assert stop.may_complete(ids).tolist() == [[True, False], [True, True]]
     assert not decoded
+
+
+@pytest.mark.parametrize("width", [4, 16])
+def test_step_decodes_each_beam_a_few_times_however_many_tokens_complete_a_string(width: int) -> None:
+    num_decoded = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += 1
+        return decode_trained(ids)
+
+    every_token = np.arange(len(trained_tokenizer()))
+    stop = SearchStopStrings([" ", "e"], decode, len(every_token))
+    suspects = every_token[stop.may_complete(every_token)]
+    completing = [token for token in suspects.tolist() if {*" e"} & {*decode_trained([token])}]
+    del completing[500:]  # so that few others are ranked at last
+    logits = torch.randn(1, width, len(every_token), generator=torch.Generator().manual_seed(0))
+    logits[..., completing] += 100
+    history, num_judged = encode_trained("def read(self)"), 0
+
+    @cache
+    def end_of(group: int, beam: int) -> SearchTextEnd:
+        return stop.end_of([], history)
+
+    def judge(parents: np.ndarray, tokens: np.ndarray, _: np.ndarray) -> np.ndarray:
+        nonlocal num_judged
+        num_judged += tokens.size
+        return stop.completed(parents, tokens, end_of)
+
+    inputs = SearchInputs(completes=StopStringConstraint(judge, torch.zeros(0)))
+    rules = SearchRules(width, BestStrategy(), StopConstraints((2,), (" ", "e")))
+    num_decoded = 0
+    step = take_search_step(rules, logits, SearchBeams(-torch.rand(1, width)), inputs)
+    assert (step.scores > -math.inf).all()
+    assert not {*completing} & {*step.tokens.flatten().tolist()}
+    assert width * len(completing) < num_judged < 4 * width * len(completing)
+    assert num_decoded < 20 * width
 
 
 def test_long_hypothesis_is_not_decoded_as_a_whole() -> None:

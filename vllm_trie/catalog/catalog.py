@@ -17,6 +17,7 @@ from vllm_trie.catalog.file_format import AGAIN, CatalogHeader, pack_catalog, un
 from vllm_trie.catalog.items import CatalogItems
 
 NO_NODE = NO_ITEM = -1
+MANY = 64  # a level is long if it has more nodes than one for so many tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,9 +115,13 @@ class Catalog(CatalogHeader):
         """For each depth, from the root's on, the tokens of all items at that depth: [K] int64, ascending."""
         levels, (first, end) = list[np.ndarray](), (1, int(self.first_child[1]))
         while first < end:
-            comes = np.zeros(self.max_token + 1, dtype=bool)
-            comes[self.tokens[first:end]] = True
-            levels.append(comes.nonzero()[0])
+            tokens = self.tokens[first:end]
+            if MANY * len(tokens) < self.max_token:
+                levels.append(np.unique(tokens).astype(np.int64))
+            else:  # faster for many nodes
+                comes = np.zeros(self.max_token + 1, dtype=bool)
+                comes[tokens] = True
+                levels.append(comes.nonzero()[0])
             first, end = end, int(self.first_child[end])
         return levels
 

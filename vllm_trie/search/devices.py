@@ -114,9 +114,13 @@ def search_constant(values: tuple[int, ...], device: torch.device) -> torch.Tens
     return uploaded_for_search(np.array(values, dtype=np.int64), device)
 
 
-@cached_search_tensors(1024)
 def search_arange(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
-    """0, 1, ... [count], capped at `last`. Cached, for counts that recur. Read-only."""
+    """0, 1, ... [count], capped at `last`. Part of a cached tensor, which many counts share. Read-only."""
+    return _search_arange_of_power(1 << max(count - 1, 0).bit_length(), device, last)[:count]
+
+
+@cached_search_tensors(1024)
+def _search_arange_of_power(count: int, device: torch.device, last: int | None) -> torch.Tensor:
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 

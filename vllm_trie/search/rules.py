@@ -178,19 +178,10 @@ class SearchRules(_SearchRules):
         return any(key.source is ConstraintSource.AMATEUR for key in self.constraints)
 
     @cached_property
-    def leave_out(self) -> bool:
-        """Whether filters or pruning may leave out anything that rows could take."""
-        return self.pruning != NO_PRUNING or self.filters != SearchFilters(self.filters.temperature)
-
-    @cached_property
-    def may_rise(self) -> bool:
-        """Whether constraints may add to the scores that hypotheses compete by."""
-        return any(constraint.most_boost for constraint in self.constraints)
-
-    @cached_property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than everything that lives on have no influence."""
-        is_bounded = self.num_ending is None and not self.may_rise  # nothing worse than what lives on may finish
+        may_rise = any(constraint.most_boost for constraint in self.constraints)
+        is_bounded = self.num_ending is None and not may_rise  # nothing worse than what lives on may finish
         return self.strategy.has_one_ranking and self.pruning == NO_PRUNING and is_bounded
 
 

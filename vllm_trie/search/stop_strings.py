@@ -13,7 +13,7 @@ from vllm_trie.search import search_part_on_demand
 CONTEXT = 8
 MOST_OPEN = 3  # bytes, or tokens, of an incomplete character
 FIRST_SPAN = 16  # tokens of a hypothesis decoded at first, to find as much text as the longest string has
-UNKNOWN, NO, MAYBE = -1, 0, 1
+UNKNOWN, NO, MAYBE, ALWAYS = -1, 0, 1, 2  # whether a token completes a string
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
 
 
@@ -25,20 +25,22 @@ class SearchTextEnd(NamedTuple):
         tokens: The last few tokens, which decide how the next one is decoded.
         before: A text with which the text of `tokens` and the next one begins.
         num_read: Characters after `before` that the matcher has read.
+        is_whole: It is no incomplete character.
     """
 
     state: int
     tokens: list[int]
     before: str
     num_read: int
+    is_whole: bool
 
 
 class SearchStopStrings:
     """The stop strings of one request.
 
-    Few tokens can complete a given string: those whose own text contains it or begins with some ending of it. Only for
-    these is the hypothesis decoded, once for all of them, and only as much of it as the longest string can span. The
-    cost of a token does not depend on the number or length of the strings.
+    Few tokens can complete a given string: those whose own text contains it, which do so after any whole character, or
+    begins with some ending of it. Only for these is the hypothesis decoded, once for all of them, and only as much of
+    it as the longest string can span. The cost of a token does not depend on the number or length of the strings.
 
     Args:
         strings: The stop strings, not empty.
@@ -57,8 +59,28 @@ class SearchStopStrings:
     def may_complete(self, tokens: np.ndarray) -> np.ndarray:
         """Which of `tokens`, any shape, could complete a string after some hypothesis."""
         for token in np.unique(tokens[self._suspicion[tokens] == UNKNOWN]).tolist():
-            self._suspicion[token] = MAYBE if self._is_suspect(token) else NO
-        return self._suspicion[tokens] == MAYBE
+            self._suspicion[token] = self._suspicion_of(token)
+        return self._suspicion[tokens] != NO
+
+    def completed(
+        self, beams: np.ndarray, tokens: np.ndarray, end_of: Callable[[int, int], SearchTextEnd]
+    ) -> np.ndarray:
+        """Which of `tokens` complete a string, each after one of a group's beams.
+
+        Args:
+            beams, tokens: [G, K].
+            end_of: The end of the hypothesis of a group's beam, which is called only where a token may complete one.
+        """
+        result = self.may_complete(tokens)
+        groups, ranks = result.nonzero()
+        beams, tokens = beams[groups, ranks], tokens[groups, ranks]
+        codes, which = np.unique(groups << 32 | beams, return_inverse=True)
+        ends = [end_of(code >> 32, code & 0xFFFFFFFF) for code in codes.tolist()]
+        are_whole = np.array([end.is_whole for end in ends], dtype=bool)
+        for place in ((self._suspicion[tokens] == MAYBE) | ~are_whole[which]).nonzero()[0].tolist():
+            is_completed = self.is_completed_by(int(tokens[place]), ends[which[place]])
+            result[groups[place], ranks[place]] = is_completed
+        return result
 
     def end_of(self, prompt: Sequence[int], generated: Sequence[int]) -> SearchTextEnd:
         """The end of a hypothesis, for `is_completed_by`.
@@ -79,21 +101,22 @@ class SearchStopStrings:
             span *= 2
         state, _ = self._matcher.read(text[-self._longest :])
         near, near_text = search_text_context([*context, *window], self._decode)
-        if window and INCOMPLETE not in near_text:
-            return SearchTextEnd(state, near, near_text, 0)
-        return SearchTextEnd(state, [*context, *window], before, len(text))
+        is_whole = INCOMPLETE not in near_text
+        if window and is_whole:
+            return SearchTextEnd(state, near, near_text, 0, is_whole)
+        return SearchTextEnd(state, [*context, *window], before, len(text), is_whole)
 
     def is_completed_by(self, token: int, end: SearchTextEnd) -> bool:
         """Whether a token that follows a hypothesis completes a string within the generated text."""
         text = search_text_after(end.before, self._decode([*end.tokens, token]))
         return self._matcher.read(text[end.num_read :], end.state)[1]
 
-    def _is_suspect(self, token: int) -> bool:
+    def _suspicion_of(self, token: int) -> int:
         alone = self._decode([token])
-        if INCOMPLETE in alone:
-            return True
-        behind = self._decode([token, token])[len(alone) :]  # some tokenizers decode a first token differently
-        return any(self._fits(piece) for piece in (alone, behind))
+        pieces = alone, self._decode([token, token])[len(alone) :]  # some tokenizers decode a first token differently
+        if all(self._matcher.read(piece)[1] for piece in pieces):
+            return ALWAYS
+        return MAYBE if INCOMPLETE in alone or any(self._fits(piece) for piece in pieces) else NO
 
     def _fits(self, piece: str) -> bool:
         sizes = range(1, min(len(piece), self._longest) + 1)

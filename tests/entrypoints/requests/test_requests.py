@@ -101,6 +101,13 @@ def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str
         open_step_request("1", "x", by_steps, SimpleNamespace(vllm_config=None), False)
 
 
+def test_stop_strings_with_what_stands_for_unfinished_characters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "has_beams", lambda _: True)
+    params = SamplingParams(stop=["a", "b\ufffd"], extra_args={"beam_width": 2})
+    with pytest.raises(ValueError, match=r"stop has U\+FFFD, .*; remove it"):
+        requests.search_of_request(params, None)
+
+
 @pytest.mark.parametrize("priority", [10**39, -(10**39)])
 def test_a_priority_that_cannot_be_sent_to_the_engine_is_refused(
     monkeypatch: pytest.MonkeyPatch, priority: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.options.shown import MOST_QUOTED, shortened_option_refusal
+from vllm_trie.search.stop_strings import INCOMPLETE
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -68,7 +69,7 @@ def refuse_request_half_characters(name: str, text: str) -> None:
 
 
 def refuse_request_half_texts(params: SamplingParams) -> None:
-    """Refuse stop strings and bad words that cannot be tokenized or sent to the engine.
+    """Refuse stop strings and bad words that cannot be tokenized or sent to the engine, or found in text.
 
     Raises:
         ValueError: names the field and what would work.
@@ -76,3 +77,5 @@ def refuse_request_half_texts(params: SamplingParams) -> None:
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         for text in texts or ():
             refuse_request_half_characters(name, text)
+    if any(INCOMPLETE in text for text in params.stop or ()):
+        raise ValueError("stop has U+FFFD, which also stands for every unfinished character; remove it")

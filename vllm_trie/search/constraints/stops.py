@@ -31,6 +31,8 @@ class StopStringConstraint:
     def __init__(self, judge: Judge, judge_inputs: torch.Tensor, first: int = 0) -> None:
         self._judge, self._judge_inputs, self._first = judge, judge_inputs, first
         self._copied: np.ndarray | None = None
+        self._judged = np.empty((2, 0, 0), dtype=np.int64)  # parents and tokens of the last call of `end`
+        self._ends = np.empty((0, 0), dtype=bool)  # and its answer
         self.num_going_on = 0  # non-ending candidates of the group that has fewest, at the last call of `end`
 
     def of_rows(self, first: int) -> StopStringConstraint:
@@ -38,9 +40,17 @@ class StopStringConstraint:
         return StopStringConstraint(self._judge, self._judge_inputs, first)
 
     def end(self, candidates: SearchCandidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
-        """bool [G, K], which candidates complete a stop string or are stop tokens, by `is_stop`, bool [V]."""
+        """bool [G, K], which candidates complete a stop string or are stop tokens, by `is_stop`, bool [V].
+
+        Where a longer ranking begins as the last one did, only the rest is judged.
+        """
         parents, tokens, copied = self._on_host(candidates)
-        ends = is_stop[tokens] | self._judge(parents + self._first, tokens, copied)
+        ranked, num_judged = np.stack([parents, tokens]), self._judged.shape[2]
+        first = num_judged if np.array_equal(ranked[..., :num_judged], self._judged) else 0
+        rest = tokens[:, first:]
+        of_rest = is_stop[rest] | self._judge(parents[:, first:] + self._first, rest, copied)
+        ends = np.concatenate([self._ends, of_rest], axis=1) if first else of_rest
+        self._judged, self._ends = ranked, ends
         self.num_going_on = int((~ends).sum(axis=1).min(initial=ends.shape[1]))
         return uploaded_for_search(ends, candidates.tokens.device)
 

@@ -86,11 +86,10 @@ class BestStrategy(_BestStrategy, SearchStrategy):
             return best_strategy_continuations(rules, logprobs, beams, inputs, sparse)
         scores, completes, width = beams.scores, inputs.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
-        num_stops, count, allowed = len(rules.stops.ending_token_ids), width + rules.width, logprobs
+        num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
         while True:
-            if beams.states or rules.leave_out or inputs.boosts is not None:
-                of_row = max(count + num_stops, 2 * rules.width)
-                allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
+            of_row = max(count + num_stops, 2 * rules.width)
+            allowed = _allowed_by_strategy(rules, logprobs, beams, inputs, of_row)
             candidates = self._ranked(rules, allowed, scores, count)
             stops = search_candidates_stopping(rules, candidates, completes, vocab_size)
             if completes is None or count >= num_rows * vocab_size or completes.num_going_on >= width:

@@ -33,6 +33,8 @@ def best_strategy_continuations(
     num_ending = rules.num_ending or width
     boosts = inputs.boosts if inputs.boosts is None else inputs.boosts.expand_as(logprobs)
     most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
+    # Where stop tokens end hypotheses, all else goes on; otherwise a row's best children may all be mere ends.
+    most_of_row = num_ending + sparse.num_ends if boosts is None and sparse.num_ends else None
 
     def of_rows(
         logprobs: torch.Tensor, beams: SearchBeams, boosts: torch.Tensor | None = None, *, are_over: bool
@@ -45,7 +47,7 @@ def best_strategy_continuations(
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
         del found  # frees memory
-        allowed = filtered_search_logprobs(own, rules.filters, num_ending + sparse.num_ends if boosts is None else None)
+        allowed = filtered_search_logprobs(own, rules.filters, most_of_row)
         if boosts is not None:
             added = boosts.gather(-1, tokens)
             added = added if ends is None else _strategy_end_boosts(logprobs, beams, tokens).where(ends, added)

@@ -262,14 +262,14 @@ class Selector:
         num_generated = num_tokens - np.array([len(group.prompt) for group in groups])
 
         def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray) -> np.ndarray:
-            result = strings.may_complete(candidates)
-            for group, rank in np.argwhere(result).tolist():
-                prompt, beam = groups[group].request.prompt_token_ids or [], int(parents[group, rank])
+            def end_of(group: int, beam: int) -> SearchTextEnd:
                 if (group, beam) not in ends:
+                    prompt = groups[group].request.prompt_token_ids or []
                     row, further = (beam, []) if path is None else path(beam)
                     generated = histories[at[group, row], starts[group] :][: num_generated[group]].tolist()
                     ends[group, beam] = strings.end_of(prompt[-CONTEXT:], generated + further)
-                result[group, rank] = strings.is_completed_by(int(candidates[group, rank]), ends[group, beam])
-            return result
+                return ends[group, beam]
+
+            return strings.completed(parents, candidates, end_of)
 
         return StopStringConstraint(judge, tokens)
