@@ -142,7 +142,7 @@ def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
         num_early += bool(parts)
 
     search()
-    assert num_early > NUM_SEARCHES / 4
+    assert num_early > NUM_SEARCHES / 5
     assert num_decided > NUM_SEARCHES / 10
 
 

@@ -17,6 +17,7 @@ from vllm.v1.engine import core
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from vllm_trie.compat.patch import wrap_vllm
+from vllm_trie.supported_engines import ASYNC_SCHEDULER
 
 NUM_STEPS = 20
 
@@ -57,6 +58,7 @@ def num_sleeps(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[EngineCoreProc] = EngineCoreProc,
     is_async: bool = True,
+    scheduler_cls: str | None = ASYNC_SCHEDULER,
 ) -> int:
     sleeps = list[float]()
     monkeypatch.setattr(core.time, "sleep", sleeps.append)
@@ -64,6 +66,7 @@ def num_sleeps(
     engine = object.__new__(kind)
     vars(engine).update(
         scheduler=scheduler,
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler_cls)),
         batch_queue=deque(maxlen=2),
         batch_queue_size=2,
         async_scheduling=is_async,
@@ -101,3 +104,9 @@ def test_an_engine_sleeps_as_before_with(what: str, monkeypatch: pytest.MonkeyPa
 def test_an_engine_sleeps_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = OneSearch({"search": object()}, loading=10)
     assert num_sleeps(scheduler, monkeypatch) == 10
+
+
+def test_an_engine_without_beams_in_the_same_process_sleeps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = OneSearch({})
+    del scheduler.groups
+    assert num_sleeps(scheduler, monkeypatch, scheduler_cls=None) == NUM_STEPS - 1

@@ -157,6 +157,7 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="beam_width=8 with a prompt of 200 tokens needs at least 14 KV blocks"):
         check(small, prompt_len=200, beam_width=8)
     check(small, prompt_len=200, beam_width=6)
+    check(small, prompt_len=200, beam_width=8, max_tokens=1)
     with pytest.raises(
         ValueError, match="with a prompt of 4 tokens and 150 encoder outputs needs at least 13 KV blocks"
     ):

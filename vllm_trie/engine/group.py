@@ -148,7 +148,7 @@ class BeamGroup:
         self.forests = BeamGroupForests()  # replaced if it speculates
         self.counts = GroupCounts()
         self.num_pending = 0  # scheduled steps without results yet
-        is_one_row = plan.params.memory_mode or plan.max_length == 1  # in its only step a prompt is a row
+        is_one_row = plan.params.memory_mode or plan.max_length == 1  # one that ends in the step of its prompt
         self.num_rows = 1 if is_one_row else plan.width  # rows that it keeps between engine steps
         self.restart()
 

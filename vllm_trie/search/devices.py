@@ -38,6 +38,11 @@ def pinned_search_tensors() -> Iterator[list[torch.Tensor]]:
         _pins.pop()
 
 
+def _pin(tensor: torch.Tensor) -> None:
+    for tensors in _pins:
+        tensors.append(tensor)
+
+
 def cached_search_tensors(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
     """Lets a function make a tensor once for the same arguments; the `most` newest are cached."""
 
@@ -47,8 +52,7 @@ def cached_search_tensors(most: int) -> Callable[[Callable[P, torch.Tensor]], Ca
         @wraps(make)
         def get(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
             tensor: torch.Tensor = cached(*args, **kwargs)
-            for tensors in _pins:
-                tensors.append(tensor)
+            _pin(tensor)
             return tensor
 
         get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
@@ -98,8 +102,7 @@ def cached_search_tensors_within(
         @wraps(make)
         def get(*args: *Arguments) -> torch.Tensor:
             tensor = newest.get(args, lambda: make(*args), lambda made: made.nbytes + num_bytes_of_key(*args))
-            for tensors in _pins:
-                tensors.append(tensor)
+            _pin(tensor)
             return tensor
 
         get.cache_clear = newest.clear  # type: ignore[attr-defined]
@@ -114,14 +117,23 @@ def search_constant(values: tuple[int, ...], device: torch.device) -> torch.Tens
     return uploaded_for_search(np.array(values, dtype=np.int64), device)
 
 
+_longest_arange: dict[torch.device, torch.Tensor] = {}
+
+
 def search_arange(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
-    """0, 1, ... [count], capped at `last`. Part of a cached tensor, which many counts share. Read-only."""
-    return _search_arange_of_power(1 << max(count - 1, 0).bit_length(), device, last)[:count]
+    """0, 1, ... [count], capped at `last`. Read-only, part of the longest one that a device has needed so far."""
+    if last is not None:
+        return _capped_search_arange(count, last, device)
+    longest = _longest_arange.get(device)
+    if longest is None or len(longest) < count:
+        longest = _longest_arange[device] = torch.arange(count, device=device)
+    _pin(longest)
+    return longest[:count]
 
 
 @cached_search_tensors(1024)
-def _search_arange_of_power(count: int, device: torch.device, last: int | None) -> torch.Tensor:
-    return torch.arange(count, device=device).clamp(max=count if last is None else last)
+def _capped_search_arange(count: int, last: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device).clamp(max=last)
 
 
 @cached_search_tensors(1024)

@@ -25,7 +25,7 @@ class SearchTextEnd(NamedTuple):
         tokens: The last few tokens, which decide how the next one is decoded.
         before: A text with which the text of `tokens` and the next one begins.
         num_read: Characters after `before` that the matcher has read.
-        is_whole: It is no incomplete character.
+        is_whole: The text of `tokens` ends with a whole character.
     """
 
     state: int
@@ -38,8 +38,8 @@ class SearchTextEnd(NamedTuple):
 class SearchStopStrings:
     """The stop strings of one request.
 
-    Few tokens can complete a given string: those whose own text contains it, which do so after any whole character, or
-    begins with some ending of it. Only for these is the hypothesis decoded, once for all of them, and only as much of
+    Few tokens can complete a given string. Those whose own text contains it complete it after any whole character. For
+    those whose text begins with some ending of it, the hypothesis is decoded, once for all of them, and only as much of
     it as the longest string can span. The cost of a token does not depend on the number or length of the strings.
 
     Args:

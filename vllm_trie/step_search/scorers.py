@@ -21,7 +21,7 @@ from vllm_trie.step_search.scores import ScorerError, UnreachableScorerError
 logger = init_logger("vllm.trie_beam.scorers")
 
 TIMEOUT = 600.0  # seconds for the candidates of a round
-UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError)  # the latter two: a URL is none
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError)  # the latter two if the URL is malformed
 
 
 @dataclass(frozen=True)

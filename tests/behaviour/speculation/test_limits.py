@@ -173,7 +173,7 @@ def test_a_search_that_is_accepted_has_blocks_to_start(engines: Engines, pair: P
     engine = speculating(engines, pair, 4, kv_cache_memory_bytes=18 * BYTES_PER_PAIR_OF_BLOCKS)
     prompt, reasons = prompt_of(3 * BLOCK_SIZE - 1), list[str]()
     for width in range(13, 16):
-        (output,) = run(engine, searches([(prompt, {"beam_width": width, "n": 1, "max_tokens": 1})]))
+        (output,) = run(engine, searches([(prompt, {"beam_width": width, "n": 1, "max_tokens": 2})]))
         reasons.append(str(output.outputs[0].stop_reason))
     accepted = [reason for reason in reasons if "KV blocks to start" not in reason]
     assert 0 < len(accepted) < len(reasons)

@@ -30,7 +30,7 @@ from vllm_trie.worker.rows.rows import GroupRows
 from vllm_trie.worker.select.select import Selector
 
 NUM_LAYERS, VOCAB_SIZE, STOP = 3, 300, 7
-NUM_GROUPS, MOST_TOGETHER = 4, 7  # groups, and rows where these need much memory
+NUM_GROUPS, MOST_ROWS, MOST_TOGETHER = 4, 64, 7  # groups, rows, and rows where these need much memory
 MOST_DRAFTS = 99, 5  # by group, in turn
 RULES = {
     "one beam": rules_of(1, stops=(STOP,)),
@@ -118,7 +118,7 @@ class Planted:
         values = torch.empty_like(every)
         values[order] = every
         selector: Any = object.__new__(Selector)
-        selector._most_together = MOST_TOGETHER
+        selector._max_num_reqs, selector._most_together = MOST_ROWS, MOST_TOGETHER
         rows: Any = SimpleNamespace(places=lambda slots: slots, first_logits=lambda places: places)
         found = []
         for one, at in zip(self.forest_steps, np.split(order.numpy(), np.cumsum(counts)[:-1]), strict=True):
@@ -213,7 +213,7 @@ def test_no_two_groups_hold_processed_logits_at_a_time(is_host_readable: bool, m
         return values
 
     selector: Any = object.__new__(Selector)
-    selector._most_together, selector.processed = MOST_TOGETHER, processed
+    selector._max_num_reqs, selector._most_together, selector.processed = MOST_ROWS, MOST_TOGETHER, processed
     rows: Any = SimpleNamespace(places=lambda slots: slots, first_logits=lambda places: places)
     logits = torch.randn(99, VOCAB_SIZE, generator=planted.random)
     if not is_host_readable:

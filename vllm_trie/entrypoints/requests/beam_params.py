@@ -8,6 +8,8 @@ from inspect import Parameter, Signature, getdoc
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import numpy as np
+
 from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.requests.limits import check_request_n
 from vllm_trie.options.request import OPTIONS, options_of_search, refuse_other_option_names
@@ -40,6 +42,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
     # Makes engines without beams refuse these params: they would sample.
     wrap_vllm("vllm_trie.entrypoints.requests.requests")
+    options = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown_request_options(options, SamplingParams.__struct_fields__)
     beam = options_of_search({"beam_width": beam_width, **own})

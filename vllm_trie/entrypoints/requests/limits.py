@@ -89,7 +89,9 @@ def validate_request(
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed
-    shared_length, rows = 0 if limits.has_window else prompt_length, 1 if beam.memory_mode else rows
+    if beam.memory_mode or params.max_tokens == 1:  # in the step of its prompt, a search is one row
+        rows = 1
+    shared_length = 0 if limits.has_window else prompt_length
     blocks = least_trie_blocks(shared_length, rows, limits.block_size) + -(-num_encoded // limits.block_size)
     if blocks > limits.num_blocks:
         encoded = f" and {num_encoded} encoder outputs" if num_encoded else ""

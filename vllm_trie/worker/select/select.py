@@ -178,8 +178,9 @@ class Selector:
         return selected
 
     def parts(self, rules: SearchRules, groups: list[Group]) -> list[list[Group]]:
-        """Splits groups with equal rules by step: all together, or few where a step takes much memory."""
-        most = len(groups) if is_light_search_step(rules) else max(self._most_together // rules.width, 1)
+        """Splits groups with equal rules by step: as many beams as there are rows, or few where a step needs memory."""
+        num_rows = self._max_num_reqs if is_light_search_step(rules) else self._most_together
+        most = max(num_rows // rules.width, 1)  # prompts of searches of one token may lead to more beams in all
         return [groups[at : at + most] for at in range(0, len(groups), most)]
 
     def _take(
