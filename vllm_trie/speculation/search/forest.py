@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -151,6 +152,7 @@ def open_forest_drafts(number: int, num_layers: int, max_drafts: int) -> int:
     return math.ceil(math.sqrt(number / num_layers) * max_drafts)
 
 
+@lru_cache(4096)  # asked for each search in each step
 def useful_forest_layers(max_drafts: int, num_layers: int, draft_width: int, width: int) -> int:
     """How many layers of a searched forest may each have a draft for each of `width` beams; at least one.
 
